@@ -1,0 +1,3 @@
+from mtpcheck.cli import main
+
+main()

@@ -1,0 +1,83 @@
+"""A checkpoint on disk in any layout: what it stores under its own names, what it declares, what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpcheck.dialect import load_dialect
+from mtpcheck.errors import FormatError, UnsupportedError, UsageError
+from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
+from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
+from mtpcheck.manifest import Manifest, read_manifest
+from mtpcheck.report.finding import Finding
+from mtpcheck.tensormap import TensorRef
+
+Layout = Literal["hf", "torch_dist"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One opened checkpoint. Nothing but headers has been read."""
+
+    path: Path
+    """As the user named it."""
+    folder: Path
+    """Where the files are: the HF folder, or Megatron's iteration folder."""
+    layout: Layout
+    tensors: Mapping[str, TensorRef]
+    config: Mapping[str, Any] | None = None
+    """config.json (``hf``)."""
+    args: Mapping[str, Any] | None = None
+    """Training arguments (Megatron); None if the checkpoint stores none."""
+    hf: HfFolder | None = None
+    manifest: Manifest | None = None
+    passed_over: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ref.nbytes for ref in self.tensors.values())
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder in any layout: an HF folder, a Megatron root, or an iteration folder.
+
+    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted, UnsupportedError for
+    layouts that are known but not readable yet.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such folder")
+    if not path.is_dir():
+        raise UsageError(f"{path}: is a file; name the checkpoint's folder")
+    folder = _iteration_folder(path)
+    if is_torch_dist(folder):
+        found = read_torch_dist(folder, load_dialect().prefixes)
+        return Checkpoint(
+            path, folder, "torch_dist", found.tensors,
+            args=found.args, passed_over=found.passed_over, manifest=read_manifest(folder),
+        )  # fmt: skip
+    if is_hf(folder):
+        hf = read_hf(folder)
+        return Checkpoint(path, folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
+    if any(folder.glob("mp_rank_*")):
+        raise UnsupportedError(f"{folder}: per-rank Megatron files (mp_rank_*) cannot be read yet; save as torch_dist")
+    what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
+    raise FormatError(f"{folder}: not a checkpoint: {what}")
+
+
+def _iteration_folder(path: Path) -> Path:
+    """Follow Megatron's tracker file from a root to its newest iteration."""
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        raise FormatError(f"{tracker}: expected an iteration number or 'release', got {text[:40]!r}")
+    name = text if text == "release" else f"iter_{int(text):07d}"
+    if not (path / name).is_dir():
+        raise FormatError(f"{tracker}: points to {name}, which is not in {path}")
+    return path / name

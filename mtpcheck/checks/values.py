@@ -1,0 +1,115 @@
+"""Are all tensors there with the same dtype, shape and bits?"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from mtpcheck.compare import Difference, compare_all, differs
+from mtpcheck.plan import Shape
+from mtpcheck.progress import Progress
+from mtpcheck.report.finding import Finding, failure, note, warning
+from mtpcheck.tensormap import TensorMap, TensorRef
+
+
+def compare_stored(
+    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], progress: Progress
+) -> Iterator[Finding]:
+    """Two checkpoints of one layout, tensor by tensor under their stored names."""
+    for name in reference:
+        if name not in candidate:
+            yield failure("presence.missing", name, "is gone", expected=_kind(reference[name]))
+    for name in candidate:
+        if name not in reference:
+            yield failure("presence.unclaimed", name, "is new", got=_kind(candidate[name]))
+    both = {name: name for name in reference if name in candidate}
+    yield from _compare(reference, candidate, both, progress)
+
+
+def compare_maps(reference: TensorMap, candidate: TensorMap, progress: Progress) -> Iterator[Finding]:
+    """Two checkpoints in any two layouts, part by part. What a map lacks by its own model it reports itself."""
+    for part, ref in reference.parts.items():
+        if part not in candidate.parts and part in reference.copies:
+            yield from _lost_copy(reference, candidate, part, ref)
+        elif part not in candidate.parts and part not in candidate.model.shapes:
+            yield failure("presence.missing", reference.names[part], f"has no counterpart ({part})")
+    for part in candidate.parts:
+        if part not in reference.parts and part in candidate.copies:
+            yield from _lost_copy(candidate, reference, part, candidate.parts[part])
+        elif part not in reference.parts and part not in reference.model.shapes:
+            yield failure("presence.unclaimed", candidate.names[part], f"has no counterpart ({part})")
+    both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
+    yield from _compare(reference.parts, candidate.parts, both, progress)
+    for part, ref in candidate.padding.items():
+        zeros = part not in reference.padding
+        if not zeros and differs(ref, reference.padding[part]):
+            what = "rows beyond the vocabulary differ, which no loader reads"
+            yield warning("values.padding", candidate.names[part], what)
+
+
+def _lost_copy(having: TensorMap, lacking: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
+    """A part that one side omits: no loss if it equals what it repeats on the side that has it."""
+    original = having.copies[part]
+    while original in having.copies and original not in having.parts:
+        original = having.copies[original]
+    main = having.parts.get(original)
+    name = having.names[part]
+    if main is None or differs(ref, main):
+        yield failure(
+            "presence.copy", name, f"differs from {original}, and the other checkpoint does not have it",
+            cause="Megatron has no place for an MTP layer's own embedding or head",
+        )  # fmt: skip
+    else:
+        yield note("presence.copy", name, f"repeats {original}, the other checkpoint leaves it out")
+
+
+def _compare(
+    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], names: Mapping[str, str], progress: Progress
+) -> Iterator[Finding]:
+    pairs = []
+    for key, name in names.items():
+        a, b = reference[key], candidate[key]
+        if a.dtype != b.dtype:
+            yield failure("values.dtype", name, "the dtype changed", expected=a.dtype, got=b.dtype)
+        elif a.shape != b.shape:
+            what = "the rank changed" if len(a.shape) != len(b.shape) else "the shape changed"
+            yield failure("values.shape", name, what, expected=str(list(a.shape)), got=str(list(b.shape)))
+        else:
+            pairs.append((key, a, b))
+    for key, difference in compare_all(pairs, progress).items():
+        yield _differing(names[key], key, reference[key], candidate[key], difference)
+
+
+def _differing(name: str, key: str, a: TensorRef, b: TensorRef, difference: Difference) -> Finding:
+    index = _unravel(difference.first, a.plan.shape)
+    where = "" if key == name else f" of {key}"
+    message = f"{difference.elements:,} of {a.elements:,} elements differ{where}, first at {list(index)}"
+    return failure(
+        "values.bits", name, message, where=b.plan.place_of(index),
+        expected=describe(a.dtype, difference.expected), got=describe(a.dtype, difference.got),
+    )  # fmt: skip
+
+
+def _unravel(flat: int, shape: Shape) -> Shape:
+    index = []
+    for i in range(len(shape)):
+        inner = prod(shape[i + 1 :])
+        index.append(flat // inner)
+        flat %= inner
+    return tuple(index)
+
+
+def _kind(ref: TensorRef) -> str:
+    return f"{ref.dtype} {list(ref.shape)}"
+
+
+_STRUCT = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "?"}
+
+
+def describe(dtype: str, raw: bytes) -> str:
+    """An element's bits in hex, most significant first, with its value if it has one."""
+    bits = "0x" + raw[::-1].hex()
+    if dtype == "BF16":
+        raw, dtype = b"\0\0" + raw, "F32"
+    return f"{bits} ({struct.unpack('<' + _STRUCT[dtype], raw)[0]!r})" if dtype in _STRUCT else bits

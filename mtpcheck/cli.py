@@ -1,0 +1,285 @@
+"""Typer commands: parse, call the API, choose the exit code. No logic lives here.
+
+stdout carries the result, stderr progress and complaints. Exit codes: 0 holds, 1 the checkpoint fails a check,
+2 could not judge, 130 Ctrl-C, 143 SIGTERM. An error nobody foresaw is a 2, never a 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from mtpcheck import __version__
+from mtpcheck.errors import COULD_NOT_JUDGE, FAILS, HOLDS, CheckpointFails, MtpcheckError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mtpcheck.report.report import Report
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Does a converted checkpoint still have its multi-token-prediction (MTP) layer, bit for bit?\n\n"
+    "Exit codes: 0 holds, 1 the checkpoint fails a check, 2 could not judge.",
+)
+
+
+class Layout(StrEnum):
+    hf = "hf"
+    torch_dist = "torch_dist"
+
+
+class Spec(StrEnum):
+    te = "te"
+    local = "local"
+
+
+class Mcore(StrEnum):
+    core_0_16 = "0.16"
+    core_0_19 = "0.19"
+
+
+class Only(StrEnum):
+    mtp = "mtp"
+
+
+Source = Annotated[Path, typer.Argument(metavar="CKPT", help="HF folder, Megatron root or iteration folder.")]
+Family = Annotated[str | None, typer.Option(help="Model family, if it cannot be told from the checkpoint.")]
+SpecOption = Annotated[Spec, typer.Option(help="Megatron layer spec to write for.")]
+Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")]
+McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
+Reports = Annotated[
+    list[str] | None, typer.Option("--report", metavar="FORMAT=PATH", help="Also write json or junit. Repeatable.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
+AllowNoMtp = Annotated[bool, typer.Option(help="Judge a model without MTP layers too.")]
+NoAcceptance = Annotated[bool, typer.Option("--no-acceptance", help="Do not run the draft probe; the report says so.")]
+ExitZero = Annotated[bool, typer.Option(help="Report failures without failing (exit 0 instead of 1).")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"mtpcheck {__version__}")
+        raise typer.Exit(HOLDS)
+
+
+@app.command()
+def inspect(ckpt: Source, family: Family = None, as_json: Json = False) -> int:
+    """What is declared, what is stored, from headers alone."""
+    from mtpcheck.inspect import inspect as run
+    from mtpcheck.report.inspection import render
+
+    found = run(ckpt, family)
+    if as_json:
+        document = {**asdict(found), "findings": [f.as_dict() for f in found.findings]}
+        typer.echo(json.dumps({"schema_version": 1, "command": "inspect", **document}, indent=2))
+    else:
+        render(found, _console())
+    return HOLDS
+
+
+@app.command()
+def verify(
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE")],
+    family: Family = None,
+    only: Annotated[Only | None, typer.Option(help="Compare MTP layers alone.")] = None,
+    as_json: Json = False,
+    report: Reports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_acceptance: NoAcceptance = False,
+    allow_no_mtp: AllowNoMtp = False,
+    exit_zero: ExitZero = False,
+) -> int:
+    """Compare any two checkpoints in any two layouts, whoever made them."""
+    from mtpcheck.verify import verify as run
+
+    def judge() -> Report:
+        return run(reference, candidate, family, only is Only.mtp, allow_no_mtp, _show_progress(as_json, quiet))
+
+    return _judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+
+
+@app.command()
+def roundtrip(
+    ckpt: Source,
+    family: Family = None,
+    spec: SpecOption = Spec.te,
+    vocab_multiple: Multiple = 128,
+    mcore: McoreOption = Mcore.core_0_16,
+    workdir: Annotated[Path | None, typer.Option(help="Folder for what is made in between.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Keep both results in this new folder.")] = None,
+    as_json: Json = False,
+    report: Reports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_acceptance: NoAcceptance = False,
+    allow_no_mtp: AllowNoMtp = False,
+    exit_zero: ExitZero = False,
+) -> int:
+    """There and back through files, then every check.
+
+    Example: mtpcheck roundtrip ./GLM-4.5-Air --keep /big/disk/check
+    """
+    from mtpcheck.convert import Options
+    from mtpcheck.roundtrip import roundtrip as run
+
+    def judge() -> Report:
+        options = Options(spec.value, vocab_multiple, mcore.value)
+        return run(ckpt, family, options, workdir, keep, allow_no_mtp, _show_progress(as_json, quiet))
+
+    return _judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+
+
+@app.command()
+def convert(
+    src: Annotated[Path, typer.Argument(metavar="SRC")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")],
+    to: Annotated[Layout | None, typer.Option(help="Target layout; by default the other one.")] = None,
+    family: Family = None,
+    spec: SpecOption = Spec.te,
+    vocab_multiple: Multiple = 128,
+    mcore: McoreOption = Mcore.core_0_16,
+    quiet: Quiet = False,
+) -> int:
+    """One direction. DST appears whole or not at all."""
+    from mtpcheck.checkpoint import open_checkpoint
+    from mtpcheck.convert import Options
+    from mtpcheck.convert import convert as run
+    from mtpcheck.progress import bar
+    from mtpcheck.report.inspection import render_converted
+
+    total = open_checkpoint(src).nbytes
+    options = Options(spec.value, vocab_multiple, mcore.value)
+    with bar("converting", total, not quiet) as progress:
+        converted = run(src, dst, to.value if to else None, family, options, progress)
+    if not quiet:
+        render_converted(converted, _console())
+    return converted.exit_code
+
+
+# ---- what every judging command shares
+
+
+def _judged(
+    command: str,
+    subjects: list[Path],
+    judge: Callable[[], Report],
+    as_json: bool,
+    targets: list[str] | None,
+    quiet: bool,
+    verbose: bool,
+    no_acceptance: bool,
+    exit_zero: bool,
+) -> int:
+    """Run a judging command and render its report everywhere it is wanted."""
+    from mtpcheck.report import machine
+
+    names = [str(subject) for subject in subjects]
+    wanted = [_target(text) for text in targets or ()]
+    try:
+        report = judge()
+    except MtpcheckError as error:
+        _write(wanted, {"json": machine.error_json, "junit": machine.error_junit}, command, names, str(error))
+        if as_json:
+            typer.echo(machine.error_json(command, names, str(error)))
+        raise
+    if no_acceptance:
+        report.skip("acceptance", "--no-acceptance was given")
+    _write(wanted, {"json": machine.as_json, "junit": machine.as_junit}, report)
+    if as_json:
+        typer.echo(machine.as_json(report))
+    else:
+        from mtpcheck.report.terminal import render, verdict_line
+
+        if quiet:
+            typer.echo(verdict_line(report))
+        else:
+            render(report, _console(), verbose)
+    return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
+
+
+def _target(text: str) -> tuple[str, Path]:
+    kind, _, path = text.partition("=")
+    if kind not in ("json", "junit") or not path:
+        raise UsageError(f"--report {text}: expected json=PATH or junit=PATH")
+    return kind, Path(path)
+
+
+def _write(wanted: list[tuple[str, Path]], renderers: dict[str, Callable[..., str]], *what: Any) -> None:
+    for kind, path in wanted:
+        path.write_text(renderers[kind](*what), encoding="utf-8")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _show_progress(as_json: bool, quiet: bool) -> bool:
+    return not (as_json or quiet)
+
+
+def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code; the one place that turns errors into codes."""
+    import click
+
+    try:
+        result = app(arguments, standalone_mode=False)
+        return result if isinstance(result, int) else HOLDS
+    except click.ClickException as error:
+        error.show()
+        return COULD_NOT_JUDGE
+    except MtpcheckError as error:
+        _complain(str(error))
+        if isinstance(error, CheckpointFails):
+            for finding in error.findings[:20]:
+                _complain(f"  {finding.check}  {finding.subject}: {finding.message}", label="")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _complain("interrupted; nothing was left behind")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COULD_NOT_JUDGE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}; nothing was left behind")
+        return COULD_NOT_JUDGE
+    except Exception:
+        traceback.print_exc()
+        _complain("this is a fault of mtpcheck, not of the checkpoint; please report it with the lines above")
+        return COULD_NOT_JUDGE
+
+
+def _complain(sentence: str, label: str = "mtpcheck: ") -> None:
+    print(label + sentence, file=sys.stderr)
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    sys.exit(run())

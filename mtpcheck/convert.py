@@ -1,0 +1,295 @@
+"""One direction: any checkpoint, through the tensor map, into the other layout on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
+from mtpcheck.checks.declaration import check_count
+from mtpcheck.compare import differs, is_zero
+from mtpcheck.dialect import Spec, load_dialect
+from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
+from mtpcheck.facts import args_from_facts, config_from_facts
+from mtpcheck.family import load_family
+from mtpcheck.layouts.hf import INDEX
+from mtpcheck.layouts.torch_dist import TRACKER
+from mtpcheck.manifest import FOLDER, write_manifest
+from mtpcheck.progress import Progress, Silent
+from mtpcheck.report.finding import Finding, Severity, note, warning
+from mtpcheck.rows import Row, factored
+from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
+
+Mcore = Literal["0.16", "0.19"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to write Megatron files."""
+
+    spec: Spec = "te"
+    vocab_multiple: int = 128
+    mcore: Mcore = "0.16"
+
+
+@dataclass(frozen=True)
+class Converted:
+    source: Checkpoint
+    tensor_map: TensorMap
+    target: Path
+    layout: Layout
+    findings: tuple[Finding, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the source declares other MTP layers than it stores: it was converted as it is, and says so."""
+        return FAILS if any(f.severity is Severity.FAILURE for f in self.findings) else HOLDS
+
+
+def other_layout(layout: Layout) -> Layout:
+    return "torch_dist" if layout == "hf" else "hf"
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: Layout | None = None,
+    family: str | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Converted:
+    """Convert ``source`` into the new folder ``target``; by default into the other layout.
+
+    ``target`` appears whole or not at all. Raises CheckpointFails if the source lacks tensors or holds some that
+    nobody claims, UnsupportedError if the target cannot hold it exactly, UsageError for the paths.
+    """
+    target = Path(target)
+    check_target(Path(source), target)
+    opened = open_checkpoint(source)
+    to = to or other_layout(opened.layout)
+    if opened.layout == to == "hf":
+        raise UsageError(f"{source} is an HF checkpoint already")
+    tensor_map = read_tensor_map(opened, family)
+    check_convertible(opened, tensor_map)
+    check_not_lost(opened, tensor_map)
+    check_space(target.parent, tensor_map.nbytes)
+    with new_folder(target) as folder:
+        if to == "hf":
+            findings = _write_hf(opened, tensor_map, folder, progress or Silent())
+        else:
+            findings = _write_torch_dist(opened, tensor_map, folder, options or Options(), progress or Silent())
+    counts = check_count(tensor_map, str(source))
+    return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
+
+
+# ---- before anything is written
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Refuse a target that exists, overlaps the source or has no parent. Raises UsageError."""
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target}: exists already; nothing is ever overwritten, name a new folder")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder to write into")
+    src, dst = source.resolve(), target.resolve()
+    if dst.is_relative_to(src) or src.is_relative_to(dst):
+        raise UsageError(f"{target}: lies inside the source {source}; name a folder outside it")
+    if not os.access(target.parent, os.W_OK):
+        raise UsageError(f"{target.parent}: not writable")
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise UsageError if the file system of ``folder`` has fewer than ``needed`` bytes left."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(f"{folder}: {needed:,} bytes are needed, {free:,} are free; name a folder on another disk")
+
+
+def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
+    """Raise unless every tensor of the source can be carried exactly."""
+    quantized = (source.config or {}).get("quantization_config")
+    narrow = next((n for n, ref in source.tensors.items() if ref.dtype[:2] in ("F8", "F4", "F6")), None)
+    if quantized or narrow:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        what = f"{narrow} is {source.tensors[narrow].dtype}" if narrow else f"quantization_config says {method!r}"
+        raise UnsupportedError(
+            f"{source.path}: quantized weights cannot be converted exactly yet ({what}); "
+            "verify still compares two such checkpoints"
+        )
+    blocking = tuple(
+        f for f in tensor_map.findings
+        if f.severity is Severity.FAILURE and f.check.split(".")[0] in ("presence", "structure")
+    )  # fmt: skip
+    if blocking:
+        first = blocking[0]
+        more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""
+        raise CheckpointFails(f"{source.path}: {first.subject}: {first.message}{more}; nothing was written", blocking)
+
+
+def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:
+    """Raise CheckpointFails if a layer is declared and no tensor of it stored: a conversion would hide the loss."""
+    if tensor_map.facts.get("mtp_layers") and not tensor_map.facts["mtp_stored"]:
+        findings = tuple(check_count(tensor_map, str(source.path)))
+        raise CheckpointFails(f"{source.path}: {findings[0].message}; nothing was written", findings)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder that is built beside ``target`` and takes its name when whole; gone if anything goes wrong."""
+    building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        mask = os.umask(0)
+        os.umask(mask)
+        building.chmod(0o777 & ~mask)
+        yield building
+        if target.exists():
+            raise UsageError(f"{target}: appeared while it was being written; nothing was overwritten")
+        building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+# ---- Hugging Face → Megatron
+
+
+def copy_states(tensor_map: TensorMap) -> dict[str, str]:
+    """For every part that may repeat another: absent, equal or own (differs)."""
+    states = {}
+    for part, original in tensor_map.copies.items():
+        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(_root(tensor_map, original))
+        if ref is None:
+            states[part] = "absent"
+        else:
+            states[part] = "own" if main is None or differs(ref, main) else "equal"
+    return states
+
+
+def _root(tensor_map: TensorMap, part: str) -> str:
+    """What a part repeats in the end: an MTP head repeats the head, which repeats a tied embedding."""
+    while part in tensor_map.copies and part not in tensor_map.parts:
+        part = tensor_map.copies[part]
+    return part
+
+
+def _write_torch_dist(
+    source: Checkpoint, tensor_map: TensorMap, folder: Path, options: Options, progress: Progress
+) -> list[Finding]:
+    from mtpcheck.layouts.torch_dist_writer import StoredChunks, write_torch_dist
+
+    states = copy_states(tensor_map)
+    own = [tensor_map.names[part] for part, state in states.items() if state == "own"]
+    if own:
+        raise UnsupportedError(
+            f"{source.path}: {', '.join(own)} differ from what they repeat, and Megatron has no place for them"
+        )
+    padded = -(-tensor_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
+    dialect = load_dialect()
+    spelling = dialect.rows(tensor_map.model, options.spec, padded)
+    shapes = tensor_map.model.shapes
+    plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
+    tensors = []
+    for row in spelling.rows:
+        dtype = _one_dtype(row, tensor_map)
+        tensors.append(StoredChunks(row.name, dtype, row.shape(shapes), row.stack, row.chunks(plans, shapes)))
+    args = {
+        **dialect.constants,
+        **args_from_facts(dialect.args, tensor_map.facts),
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "transformer_impl": "transformer_engine" if options.spec == "te" else "local",
+        "moe_grouped_gemm": options.spec == "te" and bool(tensor_map.facts["experts"]),
+        "bf16": tensor_map.facts.get("dtype") == "bfloat16",
+        "fp16": tensor_map.facts.get("dtype") == "float16",
+    }
+    release = folder / "release"
+    release.mkdir()
+    write_torch_dist(release, tensors, spelling.extras, args, options.spec, options.mcore, progress)
+    if source.hf is not None:
+        write_manifest(release, source.folder, source.hf, tensor_map.family, states)
+    elif source.manifest is not None:
+        shutil.copytree(source.manifest.folder, release / FOLDER)
+    (folder / TRACKER).write_text("release")
+    return padding_findings(tensor_map)
+
+
+def _one_dtype(row: Row, tensor_map: TensorMap) -> str:
+    dtypes = {tensor_map.parts[part].dtype for part in row.parts}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"{row.name} joins tensors of different dtypes ({', '.join(sorted(dtypes))}), such as "
+            f"{tensor_map.names[row.parts[0]]}; Megatron keeps one"
+        )
+    return dtypes.pop()
+
+
+def padding_findings(tensor_map: TensorMap) -> list[Finding]:
+    """Vocabulary rows beyond the true size that hold anything but zeros: no HF checkpoint can keep them."""
+    return [
+        warning(
+            "values.padding", tensor_map.names[part],
+            f"{ref.shape[0]} rows beyond the vocabulary of {factored(tensor_map.model.shapes[part])[0]} "
+            "are not zero; an HF checkpoint has no place for them",
+        )
+        for part, ref in tensor_map.padding.items()
+        if not is_zero(ref)
+    ]  # fmt: skip
+
+
+# ---- Megatron → Hugging Face
+
+
+def _write_hf(source: Checkpoint, tensor_map: TensorMap, folder: Path, progress: Progress) -> list[Finding]:
+    from mtpcheck.layouts.hf_writer import Form, default_form, write_shards
+
+    manifest = source.manifest
+    findings: list[Finding] = []
+    tensors = _hf_tensors(tensor_map, manifest.copies if manifest else {})
+    form = None
+    if manifest is not None:
+        index = manifest.file(INDEX).read_bytes() if INDEX in manifest.files else None
+        form = Form(manifest.headers, index)
+        if not form.fits(tensors):
+            form = None
+            findings.append(note("result.form", str(folder.name), "Megatron's tensors no longer have the form of the "
+                                 "original files; shards and index are made anew"))  # fmt: skip
+        for name in manifest.files:
+            if name != INDEX:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(manifest.file(name), folder / name)
+    write_shards(folder, form or default_form(tensors), tensors, progress)
+    original = manifest.config if manifest else None
+    config = derived_config(tensor_map, original)
+    if config != original:
+        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return findings + padding_findings(tensor_map)
+
+
+def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:
+    """Every HF tensor, with the copies that the source had and that equalled what they repeat."""
+    refs = dict(tensor_map.parts)
+    for part, state in copies.items():
+        if state == "equal" and part in tensor_map.copies:
+            refs.setdefault(part, refs[_root(tensor_map, part)])
+    plans = {part: ref.plan for part, ref in refs.items()}
+    tensors = {}
+    for row in tensor_map.model.rows:
+        if all(part in refs for part in row.parts):
+            plan = row.join(plans, tensor_map.model.shapes)
+            tensors[row.name] = TensorRef(refs[row.parts[0]].dtype, plan)
+            assert plan.itemsize * 8 == DTYPE_BITS[refs[row.parts[0]].dtype]
+    return tensors
+
+
+def derived_config(tensor_map: TensorMap, original: Mapping[str, Any] | None) -> dict[str, Any]:
+    """config.json from Megatron's arguments; ``original`` lends only keys that Megatron has no word for."""
+    family = load_family(tensor_map.family)
+    start: dict[str, Any] = {"architectures": list(family.architectures), "model_type": family.model_types[0]}
+    derived = config_from_facts(family.all_config, tensor_map.facts, original)
+    return derived if original is not None else {**start, **derived}

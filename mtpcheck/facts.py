@@ -1,0 +1,230 @@
+"""Facts of a model, and the rows that tie them to config keys and Megatron arguments.
+
+A fact has one neutral name (``layers``, ``qkv_bias``). A config row says which HF key holds it, an argument row
+which Megatron argument, each with an invertible rule, so that both directions derive from the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpcheck.data import check_keys
+from mtpcheck.errors import FamilyError, UnsupportedError
+from mtpcheck.expr import evaluate
+
+MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """One HF config value. ``keys`` are its spellings (dots descend); exactly one of fact and ``equals`` is set."""
+
+    keys: tuple[str, ...]
+    fact: str | None = None
+    default: Any = MISSING
+    equals: Any = MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class ArgRow:
+    """One Megatron argument. ``rule`` turns the fact into the argument and back."""
+
+    keys: tuple[str, ...]
+    fact: str | None = None
+    rule: str = "same"
+    default: Any = MISSING
+    equals: Any = MISSING
+    value: Any = None
+    by: str = ""
+    beside: str = ""
+
+
+def _spellings(key: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in key.split("|"))
+
+
+def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
+    rows = []
+    for key, entry in table.items():
+        entry = {"fact": entry} if isinstance(entry, str) else entry
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is"})
+        rows.append(
+            ConfigRow(_spellings(key), entry.get("fact"), entry.get("default", MISSING), entry.get("is", MISSING))
+        )
+    return tuple(rows)
+
+
+def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
+    rows = []
+    for key, entry in table.items():
+        entry = {"fact": entry} if isinstance(entry, str) else dict(entry)
+        check_keys(f"{what}: {key}", entry, {"fact", "rule", "default", "is", "value", "by", "beside"})
+        entry["equals"] = entry.pop("is", MISSING)
+        if entry.get("rule", "same") not in _RULES:
+            raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
+        rows.append(ArgRow(_spellings(key), **entry))
+    return tuple(rows)
+
+
+# ---- Hugging Face
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """Value under a dotted key, or MISSING."""
+    value: Any = config
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def store(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, or delete it if ``value`` is MISSING."""
+    *path, last = key.split(".")
+    for name in path:
+        config = config.setdefault(name, {})
+    if value is MISSING:
+        config.pop(last, None)
+    else:
+        config[last] = value
+
+
+def facts_from_config(
+    rows: tuple[ConfigRow, ...], config: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All facts that an HF config states. Raises UnsupportedError where a key has a value we cannot carry."""
+    facts = dict(fixed)
+    for row in rows:
+        found = next((v for v in (lookup(config, key) for key in row.keys) if v is not MISSING), MISSING)
+        if row.fact is None:
+            if found is not MISSING and found != row.equals:
+                raise UnsupportedError(
+                    f"config.json: {row.keys[0]} is {found!r}; only {row.equals!r} can be expressed in Megatron"
+                )
+        elif found is MISSING or (found is None and row.default is not MISSING):
+            if row.default is MISSING:
+                raise UnsupportedError(f"config.json: {' or '.join(row.keys)} is missing")
+            facts[row.fact] = _default(row, facts)
+        else:
+            facts[row.fact] = found
+    return facts
+
+
+def _default(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
+    """A default is a plain value, or an expression over facts already known."""
+    if isinstance(row.default, str) and row.fact != "dtype":
+        return evaluate(row.default, facts)
+    return row.default
+
+
+def config_from_facts(
+    rows: tuple[ConfigRow, ...], facts: Mapping[str, Any], original: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """HF config with every ruled key derived from ``facts``; all other keys are the original's.
+
+    A key that the original leaves to its default stays unsaid while the default still holds.
+    """
+    config: dict[str, Any] = _copy(original or {})
+    for row in rows:
+        value = row.equals if row.fact is None else facts.get(row.fact, MISSING)
+        present = [key for key in row.keys if lookup(config, key) is not MISSING]
+        default = _default(row, facts) if row.default is not MISSING else row.equals
+        for key in present:
+            unsaid = lookup(config, key) is None and value == default
+            if not unsaid:
+                store(config, key, value)
+        if not present and value is not MISSING and (original is None or value != default):
+            store(config, row.keys[0], value)
+    return config
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+# ---- Megatron
+
+
+def facts_from_args(rows: tuple[ArgRow, ...], args: Mapping[str, Any]) -> dict[str, Any]:
+    """All facts that Megatron arguments state; rows are read in order, so that later ones may use earlier facts.
+
+    Raises UnsupportedError where an argument has a value we cannot carry.
+    """
+    facts: dict[str, Any] = {}
+    for row in rows:
+        found = next((args[key] for key in row.keys if key in args), row.default)
+        if found is MISSING or (row.beside and not facts.get(row.beside)):
+            continue
+        if row.fact is None:
+            if found != row.equals:
+                raise UnsupportedError(f"Megatron argument {row.keys[0]} is {found!r}, expected {row.equals!r}")
+        else:
+            facts[row.fact] = _RULES[row.rule][1](row, found, facts)
+    return facts
+
+
+def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron arguments of a model, under all spellings."""
+    args: dict[str, Any] = {}
+    for row in rows:
+        if row.beside and not facts.get(row.beside):
+            continue
+        if row.fact is None:
+            value = row.equals
+        elif facts.get(row.fact) is None and row.rule == "same":
+            continue
+        else:
+            value = _RULES[row.rule][0](row, facts.get(row.fact), facts)
+        args.update(dict.fromkeys(row.keys, value))
+    return args
+
+
+def _first_dense(row: ArgRow, dense: Any, facts: Mapping[str, Any]) -> Any:
+    if not facts["experts"]:
+        return 1  # Megatron's default, without meaning in a dense model
+    return [0] * dense + [1] * (facts["layers"] - dense)
+
+
+def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any]) -> Any:
+    layers = facts.get("layers", 0)
+    if not facts.get("experts"):
+        return None
+    if isinstance(frequency, list):
+        dense = frequency.index(1) if 1 in frequency else len(frequency)
+        if frequency == [0] * dense + [1] * (layers - dense):
+            return dense
+    elif frequency == 1:
+        return 0
+    raise UnsupportedError(f"Megatron argument {row.keys[0]} is {frequency!r}; dense layers must come first")
+
+
+def _divided(row: ArgRow, product: Any, facts: Mapping[str, Any]) -> Any:
+    by = facts.get(row.by)
+    if not product or not by:
+        return 0
+    if product % by:
+        raise UnsupportedError(f"Megatron argument {row.keys[0]} is {product}, no multiple of {row.by} = {by}")
+    return product // by
+
+
+def _torch_dtype(row: ArgRow, name: Any, facts: Mapping[str, Any]) -> Any:
+    import torch
+
+    return getattr(torch, name) if name else None
+
+
+_RULES: dict[str, tuple[Any, Any]] = {
+    "same": (lambda row, value, facts: value, lambda row, value, facts: value),
+    "not": (lambda row, value, facts: not value, lambda row, value, facts: not value),
+    "none_is": (
+        lambda row, value, facts: None if value == row.value else value,
+        lambda row, value, facts: row.value if value is None else value,
+    ),
+    "times": (lambda row, value, facts: value * facts[row.by] if value else None, _divided),
+    "first_dense": (_first_dense, _dense_layers),
+    "torch_dtype": (_torch_dtype, lambda row, value, facts: str(value).removeprefix("torch.") if value else None),
+}
+"""rule → (fact to argument, argument to fact)"""

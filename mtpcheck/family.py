@@ -1,0 +1,258 @@
+"""Families: which parts a model has and how Hugging Face spells them. One YAML file each.
+
+A family names its blocks (``configs/blocks``), the prefixes of its layers, how its MTP layer is declared, and
+facts that hold for every member. ``Model`` is a family at one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
+from typing import Any
+
+from mtpcheck.data import check_keys, configs, load
+from mtpcheck.errors import FamilyError
+from mtpcheck.expr import evaluate, expand
+from mtpcheck.facts import ConfigRow, config_rows
+from mtpcheck.rows import PartShape, Row, prove_invertible
+
+_FAMILY_KEYS = {"extends", "match", "outside", "decoder", "mtp", "facts", "config"}
+_BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts that come together, how HF spells them below a prefix, and the config keys that size them."""
+
+    name: str
+    parts: Mapping[str, list[Any]]
+    hf: Mapping[str, Any]
+    each: Mapping[str, str]
+    when: Mapping[str, str]
+    """Part → the fact that must be true for it to exist."""
+    copies: Mapping[str, Mapping[str, str]]
+    facts: Mapping[str, Any]
+    config: tuple[ConfigRow, ...]
+
+    def present(self, facts: Mapping[str, Any]) -> list[str]:
+        return [part for part in self.parts if part not in self.when or facts.get(self.when[part])]
+
+
+@lru_cache(maxsize=64)
+def load_block(name: str) -> Block:
+    path = configs() / "blocks" / f"{name}.yaml"
+    if not path.is_file():
+        raise FamilyError(f"block {name!r}: no file {path}")
+    table = load(path)
+    check_keys(str(path), table, _BLOCK_KEYS)
+    return Block(
+        name=name,
+        parts=table["parts"],
+        hf=table["hf"],
+        each=table.get("each", {}),
+        when={part: fact for fact, parts in table.get("when", {}).items() for part in parts},
+        copies=table.get("copies", {}),
+        facts=table.get("facts", {}),
+        config=config_rows(str(path), table.get("config", {})),
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family at one size: every part with its shape, every HF row, in the order of the layers."""
+
+    family: str
+    facts: Mapping[str, Any]
+    shapes: dict[str, PartShape] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    """Layer (``layers.3``, ``mtp.0``) → its parts, named within the layer."""
+
+    def add(self, block: Block, layer: str, prefix: str, names: Mapping[str, Any]) -> None:
+        """Instance a block: parts below ``layer``, HF tensors below ``prefix``."""
+        present = set(block.present(self.facts))
+        lead, hf_lead = layer + "." if layer else "", prefix + "." if prefix else ""
+        for template in block.parts:
+            if template in present:
+                shape = _shape(block.parts[template], names)
+                for part in _each(template, block.each, names):
+                    self.shapes[lead + part] = shape
+                    self.layers.setdefault(layer, []).append(part)
+        for template, made_of in block.hf.items():
+            parts = made_of["join"] if isinstance(made_of, dict) else [made_of]
+            axis = made_of["axis"] if isinstance(made_of, dict) else 0
+            if all(part in present for part in parts):
+                lists = [_each(part, block.each, names) for part in parts]
+                for name, *own in zip(_each(template, block.each, names), *lists, strict=True):
+                    origin = f"blocks/{block.name}.yaml: {template}"
+                    self.rows.append(Row(hf_lead + name, tuple(lead + part for part in own), axis, origin=origin))
+        for part, copy in block.copies.items():
+            if "when" not in copy or self.facts.get(copy["when"]):
+                self.copies[lead + part] = copy["of"]
+
+
+def _each(template: str, each: Mapping[str, str], names: Mapping[str, Any]) -> list[str]:
+    """All instances of a template over the counters it mentions."""
+    for counter, count in each.items():
+        if "{" + counter + "}" in template:
+            return [expand(template, {**names, counter: i}) for i in range(evaluate(count, names))]
+    return [template]
+
+
+def _shape(axes: list[Any], names: Mapping[str, Any]) -> PartShape:
+    factors = (axis if isinstance(axis, list) else [axis] for axis in axes)
+    return tuple(tuple(evaluate(factor, names) for factor in axis) for axis in factors)
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    outside: tuple[str, ...]
+    decoder: Mapping[str, Any]
+    mtp: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    """Facts that every member shares."""
+    config: tuple[ConfigRow, ...]
+
+    @property
+    def declared_by(self) -> tuple[str, ...]:
+        """Config keys that declare the number of MTP layers; the first is written where none was."""
+        return tuple(self.mtp["declared"])
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        named = [_block_name(entry) for entry in (*self.outside, *self.decoder["blocks"], *self.mtp["blocks"])]
+        return tuple(load_block(name) for name in named)
+
+    @cached_property
+    def all_config(self) -> tuple[ConfigRow, ...]:
+        """Config rows of the family and of all its blocks."""
+        rows = (*(row for block in self.blocks for row in block.config), *self.config)
+        return (*dict.fromkeys(rows), ConfigRow(self.declared_by, "mtp_layers", default=0))
+
+    @cached_property
+    def all_fixed(self) -> dict[str, Any]:
+        return {**{k: v for block in self.blocks for k, v in block.facts.items()}, **self.fixed}
+
+    def model(self, facts: Mapping[str, Any]) -> Model:
+        """All parts and HF rows at the size that ``facts`` give, with ``mtp_stored`` MTP layers.
+
+        Raises FamilyError if a fact is missing.
+        """
+        model = self.trunk(facts)
+        for i in range(facts["mtp_stored"]):
+            self.add_mtp_layer(model, i)
+        return model
+
+    def trunk(self, facts: Mapping[str, Any]) -> Model:
+        """The model without MTP layers."""
+        model = Model(self.name, facts)
+        for name in self.outside:
+            model.add(load_block(name), "", "", facts)
+        for k in range(facts["layers"]):
+            names = {**facts, "k": k}
+            for block in _chosen(self.decoder["blocks"], names):
+                model.add(block, f"layers.{k}", expand(self.decoder["prefix"], names), names)
+        return model
+
+    def add_mtp_layer(self, model: Model, i: int) -> None:
+        """An MTP layer is a decoder layer, placed after the last one, and the blocks that only it has."""
+        names = {**model.facts, "i": i, "k": model.facts["layers"] + i}
+        own = self.mtp["own"] if isinstance(self.mtp["own"], list) else [self.mtp["own"]]
+        for block in _chosen(self.decoder["blocks"], names):
+            model.add(block, f"mtp.{i}", expand(self.mtp["prefix"], names), names)
+        for block in _chosen(self.mtp["blocks"], names):
+            model.add(block, f"mtp.{i}", expand(own[min(i, len(own) - 1)], names), names)
+
+
+def _block_name(entry: str | dict[str, str]) -> str:
+    return entry if isinstance(entry, str) else next(iter(entry))
+
+
+def _chosen(entries: list[Any], names: Mapping[str, Any]) -> list[Block]:
+    """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
+    return [
+        load_block(_block_name(entry))
+        for entry in entries
+        if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
+    ]
+
+
+@lru_cache(maxsize=64)
+def load_family(name: str) -> Family:
+    """A family by its file name. Raises FamilyError, naming the nearest, if there is none."""
+    if name not in family_names():
+        near = get_close_matches(name, family_names(), n=1, cutoff=0.3)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
+    table = _table(name)
+    family = Family(
+        name=name,
+        model_types=tuple(_listed(table["match"]["model_type"])),
+        architectures=tuple(table["match"]["architectures"]),
+        outside=tuple(table["outside"]),
+        decoder=table["decoder"],
+        mtp=table["mtp"],
+        fixed=table.get("facts", {}),
+        config=config_rows(f"families/{name}.yaml", table.get("config", {})),
+    )
+    model = specimen(family)
+    prove_invertible(model.rows, model.shapes)
+    return family
+
+
+def specimen(family: Family) -> Model:
+    """The family at the smallest size that has every option on, for proofs."""
+    return family.model({**_SPECIMEN, **family.all_fixed})
+
+
+_SPECIMEN: dict[str, Any] = {
+    "layers": 2, "mtp_stored": 2, "vocab": 7, "hidden": 6, "heads": 4, "groups": 2, "head_dim": 2, "ffn": 5,
+    "experts": 2, "expert_ffn": 3, "shared_experts": 2, "dense_layers": 1, "qkv_bias": True, "qk_norm": True,
+    "tied": False,
+}  # fmt: skip
+"""Axes of unequal lengths, so that an exchange of two shows."""
+
+
+def _table(name: str) -> dict[str, Any]:
+    """A family's YAML with its ``extends`` merged under it, mapping by mapping."""
+    path = configs() / "families" / f"{name}.yaml"
+    table: dict[str, Any] = load(path)
+    check_keys(str(path), table, _FAMILY_KEYS)
+    if base := table.pop("extends", None):
+        merged = _table(base)
+        for key, value in table.items():
+            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+        return merged
+    return table
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+@lru_cache(maxsize=1)
+def family_names() -> tuple[str, ...]:
+    """Names of all families; files that start with an underscore are only extended."""
+    folder = configs() / "families"
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("_")))
+
+
+def family_of_config(config: Mapping[str, Any]) -> Family:
+    """The family that a Hugging Face config names. Raises FamilyError, naming the nearest, if none does."""
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    known = {t: name for name in family_names() for t in load_family(name).model_types}
+    if model_type in known:
+        return load_family(known[model_type])
+    for name in family_names():
+        if set(architectures) & set(load_family(name).architectures):
+            return load_family(name)
+    near = get_close_matches(str(model_type), list(known), n=1, cutoff=0.3)
+    hint = f"; the nearest known is {near[0]!r} (--family {known[near[0]]} insists)" if near else ""
+    raise FamilyError(f"config.json: unknown family, model_type is {model_type!r}{hint}")

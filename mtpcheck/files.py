@@ -1,0 +1,70 @@
+"""Sources of bytes: anything with a name, a size and a positioned read."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+from mtpcheck.errors import FormatError
+
+
+class Source(Protocol):
+    """Immutable bytes at rest. Two sources are the same bytes if and only if they are equal."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill ``buffer`` from byte ``offset`` on, or raise FormatError. Safe from many threads."""
+
+    def place_of(self, offset: int) -> str:
+        """File and byte where ``offset`` lies, in words."""
+
+
+def read(source: Source, offset: int, length: int) -> bytes:
+    """Bytes ``[offset, offset + length)`` of ``source``."""
+    buffer = bytearray(length)
+    source.read_into(memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+class LocalFile:
+    """A file on disk, opened at the first read and closed with the object."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+        self._fd: int | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"LocalFile({self.name!r})"
+
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            fd = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, fd)
+            self._fd = fd
+        return self._fd
+
+    def place_of(self, offset: int) -> str:
+        return f"{self.path}, byte {offset:,}"
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        fd, done = self._descriptor(), 0
+        while done < len(buffer):
+            n = os.preadv(fd, [buffer[done:]], offset + done)
+            if n == 0:
+                raise FormatError(
+                    f"{self.path}: file ends at byte {offset + done}, expected {len(buffer) - done} bytes more; "
+                    "copy or download it again"
+                )
+            done += n

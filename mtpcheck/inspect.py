@@ -1,0 +1,64 @@
+"""What a checkpoint declares and what it stores, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.checks.declaration import check_count, declared_keys
+from mtpcheck.report.finding import Finding
+from mtpcheck.tensormap import is_mtp, read_tensor_map
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Figures are counts and bytes. ``copies``: part → stored or absent."""
+
+    path: str
+    layout: str
+    family: str
+    tensors: int
+    nbytes: int
+    dtypes: dict[str, int]
+    layers: int
+    mtp_declared: int
+    mtp_declared_by: dict[str, Any]
+    mtp_stored: int
+    mtp_parts: int
+    mtp_elements: int
+    elements: int
+    copies: dict[str, str]
+    passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+def inspect(path: str | Path, family: str | None = None) -> Inspection:
+    """Open a checkpoint and account for its tensors without reading any. Raises MtpcheckError as opening does."""
+    checkpoint = open_checkpoint(path)
+    tensor_map = read_tensor_map(checkpoint, family)
+    if checkpoint.config is not None:
+        declared_by = declared_keys(checkpoint.config)
+    else:
+        declared_by = {"mtp_num_layers": (checkpoint.args or {}).get("mtp_num_layers")}
+    own = [ref for part, ref in tensor_map.parts.items() if is_mtp(part)]
+    return Inspection(
+        path=str(path),
+        layout=checkpoint.layout,
+        family=tensor_map.family,
+        tensors=len(checkpoint.tensors),
+        nbytes=checkpoint.nbytes,
+        dtypes=dict(Counter(ref.dtype for ref in checkpoint.tensors.values()).most_common()),
+        layers=tensor_map.facts["layers"],
+        mtp_declared=tensor_map.facts.get("mtp_layers") or 0,
+        mtp_declared_by=declared_by,
+        mtp_stored=tensor_map.facts["mtp_stored"],
+        mtp_parts=len(own),
+        mtp_elements=sum(ref.elements for ref in own),
+        elements=sum(ref.elements for ref in tensor_map.parts.values()),
+        copies={part: "stored" if part in tensor_map.parts else "absent" for part in tensor_map.copies},
+        passed_over=dict(checkpoint.passed_over),
+        findings=(*tensor_map.findings, *check_count(tensor_map, str(path))),
+    )

@@ -1,0 +1,245 @@
+"""Layout ``hf``: safetensors files, their index, config.json, and every other file of the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mtpcheck.errors import FormatError
+from mtpcheck.files import LocalFile, read
+from mtpcheck.plan import Plan
+from mtpcheck.report.finding import Finding, failure, warning
+from mtpcheck.tensormap import DTYPE_BITS, TensorRef
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # safetensors' own limit
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: the raw header bytes as they stand in it, and its tensors in order of their data."""
+
+    file: str
+    header: bytes
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """What a Hugging Face folder holds, from headers alone."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorRef]
+    shards: tuple[Shard, ...]
+    shard_of: Mapping[str, str]
+    others: tuple[str, ...]
+    """Files that are not weights, relative to the folder; config.json and the index among them."""
+    findings: tuple[Finding, ...]
+
+
+def is_hf(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def read_hf(folder: Path) -> HfFolder:
+    """Read config, index and headers. Raises FormatError where they cannot be trusted."""
+    files, weight_map = _shard_files(folder)
+    config = read_json(folder / "config.json", "an HF checkpoint needs it")
+    tensors: dict[str, TensorRef] = {}
+    shard_of: dict[str, str] = {}
+    shards: list[Shard] = []
+    findings: list[Finding] = []
+    for file in files:
+        source = LocalFile(_inside(folder, file))
+        header, own = read_header(source)
+        for name in own:
+            if name in tensors:
+                raise FormatError(f"{folder / file}: tensor {name!r} also stands in {shard_of[name]}; remove one")
+            shard_of[name] = file
+        tensors.update(own)
+        shards.append(Shard(file, header, tuple(own)))
+    if weight_map is not None:
+        findings += _index_findings(weight_map, shard_of)
+    others, left = _other_files(folder, set(files))
+    findings += [
+        warning("structure.orphan_file", name, "weights that the index does not name are not part of the checkpoint")
+        for name in left
+    ]
+    return HfFolder(config, tensors, tuple(shards), shard_of, others, tuple(findings))
+
+
+def read_json(path: Path, why: str) -> dict[str, Any]:
+    """A JSON object. Raises FormatError, with ``why`` if the file is missing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file; {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _shard_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists() and index.exists():
+        raise FormatError(
+            f"{folder}: both {SINGLE} and {INDEX} are there and loaders disagree on which counts; remove one"
+        )
+    if index.exists():
+        weight_map = read_json(index, "").get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise FormatError(f"{index}: no weight_map of tensor names to file names")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if not _inside(folder, file).is_file():
+                raise FormatError(f"{index}: names {file!r}, which is not in the folder; download or copy it")
+        return files, weight_map
+    if single.exists():
+        return [SINGLE], None
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        raise FormatError(f"{folder}: {found[0]} but neither {SINGLE} nor {INDEX}; the index is missing")
+    raise FormatError(f"{folder}: config.json but no safetensors weights; not a checkpoint mtpcheck can read")
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """``folder/name``, refusing what leads out of the folder; links within one Hub cache entry are followed."""
+    path, root = folder / name, folder.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if Path(name).is_absolute() or not any(path.resolve().is_relative_to(r) for r in roots):
+        raise FormatError(f"{folder}: {name!r} leads out of the folder; refused")
+    return path
+
+
+def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
+    """Header bytes and tensors of one safetensors file, every size and offset checked against the file.
+
+    Format: https://github.com/huggingface/safetensors#format
+    """
+    path = source.path
+    if source.size < 8:
+        raise FormatError(f"{path}: {source.size} bytes are too few for a safetensors file; it is cut off")
+    length = int.from_bytes(read(source, 0, 8), "little")
+    if length > min(_MAX_HEADER, source.size - 8):
+        raise FormatError(
+            f"{path}: the header claims {length} bytes, the file has {source.size}; cut off, or not safetensors"
+        )
+    raw = read(source, 8, length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: header is not a JSON object")
+    header.pop("__metadata__", None)
+    data = source.size - 8 - length
+    entries = sorted(((_entry(path, name, e)) for name, e in header.items()), key=lambda entry: entry[1:3])
+    tensors, at = {}, 0
+    for name, begin, end, dtype, shape in entries:
+        if begin != at:
+            what = "overlaps the tensor before it" if begin < at else "leaves a gap before it"
+            raise FormatError(f"{path}: tensor {name!r} starts at data byte {begin}, expected {at}: it {what}")
+        at = end
+        if DTYPE_BITS[dtype] % 8:
+            tensors[name] = TensorRef(dtype, Plan.region(source, 8 + length + begin, (end - begin,), 1), shape)
+        else:
+            plan = Plan.region(source, 8 + length + begin, shape, DTYPE_BITS[dtype] // 8)
+            tensors[name] = TensorRef(dtype, plan)
+    if at != data:
+        raise FormatError(
+            f"{path}: the header describes {at} bytes of data, the file holds {data}; "
+            + ("it is cut off, download or copy it again" if at > data else "bytes at its end belong to no tensor")
+        )
+    return raw, tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r} stands twice")
+    return table
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise FormatError(f"{path}: header entry of tensor {name!r} is malformed")
+    if dtype not in DTYPE_BITS:
+        raise FormatError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}; a newer mtpcheck may know it")
+    if prod(shape) * DTYPE_BITS[dtype] != (end - begin) * 8:
+        raise FormatError(
+            f"{path}: tensor {name!r} is {dtype} {list(shape)}, {prod(shape) * DTYPE_BITS[dtype] // 8} bytes, "
+            f"but its offsets span {end - begin}"
+        )
+    return name, begin, end, dtype, shape
+
+
+def _index_findings(weight_map: Mapping[str, str], shard_of: Mapping[str, str]) -> Iterator[Finding]:
+    for name, file in weight_map.items():
+        if name not in shard_of:
+            yield failure(
+                "structure.ghost", name, "the index names a tensor that no shard holds", where=INDEX, expected=file
+            )
+        elif shard_of[name] != file:
+            yield failure(
+                "structure.ghost", name, "the index names the wrong shard", where=INDEX,
+                expected=shard_of[name], got=file,
+            )  # fmt: skip
+    for name, file in shard_of.items():
+        if name not in weight_map:
+            yield failure(
+                "structure.unindexed", name, "a shard holds a tensor that the index does not name", where=file,
+                todo="loaders that follow the index never see it; add it to the index or remove it",
+            )  # fmt: skip
+
+
+def _other_files(folder: Path, shards: set[str]) -> tuple[tuple[str, ...], list[str]]:
+    """(files to carry, weight files that are no part of the checkpoint), hidden folders left out."""
+    carried, left = [], []
+    for base, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for file in sorted(files):
+            name = str((Path(base) / file).relative_to(folder))
+            if name in shards:
+                continue
+            if Path(file).suffix in _WEIGHTS:
+                left.append(name)
+            else:
+                _inside(folder, name)
+                carried.append(name)
+    return tuple(sorted(carried)), left
+
+
+def make_header(tensors: Iterable[tuple[str, TensorRef]]) -> bytes:
+    """A safetensors header for these tensors in this order, padded to eight bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, ref in tensors:
+        header[name] = {"dtype": ref.dtype, "shape": list(ref.shape), "data_offsets": [at, at + ref.nbytes]}
+        at += ref.nbytes
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return raw + b" " * (-len(raw) % 8)
+
+
+def header_entries(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """name → (dtype, shape, first data byte) of a raw header, as in the file."""
+    table = json.loads(header)
+    table.pop("__metadata__", None)
+    return {name: (e["dtype"], tuple(e["shape"]), e["data_offsets"][0]) for name, e in table.items()}

@@ -1,0 +1,101 @@
+"""Writing layout ``hf``: safetensors shards with a given header, each tensor streamed to its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from mtpcheck.layouts.hf import INDEX, header_entries, make_header
+from mtpcheck.move import fill, slabs
+from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.plan import Plan
+from mtpcheck.progress import Progress
+from mtpcheck.tensormap import TensorRef
+
+_PIECE = 32 << 20  # bytes of one job: a large embedding is shared among the workers
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an HF folder looks besides its weights: shard files with their raw headers, and the index."""
+
+    headers: Mapping[str, bytes]
+    index: bytes | None
+
+    def fits(self, tensors: Mapping[str, TensorRef]) -> bool:
+        """Whether the headers describe exactly these tensors."""
+        described = {name: entry[:2] for raw in self.headers.values() for name, entry in header_entries(raw).items()}
+        return described == {name: (ref.dtype, ref.shape) for name, ref in tensors.items()}
+
+
+def default_form(tensors: Mapping[str, TensorRef]) -> Form:
+    """Shards of at most 5 GB in the order of the model, named as huggingface_hub names them."""
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda ref: ref.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size="5GB",
+        get_storage_id=lambda ref: None,
+    )
+    headers = {
+        file: make_header((name, tensors[name]) for name in names) for file, names in split.filename_to_tensors.items()
+    }
+    if not split.is_sharded:
+        return Form(headers, None)
+    total = sum(ref.nbytes for ref in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+    return Form(headers, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], progress: Progress) -> None:
+    """Write every shard of ``form`` and the index."""
+    for file, header in form.headers.items():
+        _write_shard(folder / file, header, tensors, progress)
+    if form.index is not None:
+        (folder / INDEX).write_bytes(form.index)
+
+
+def _write_shard(path: Path, header: bytes, tensors: Mapping[str, TensorRef], progress: Progress) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = header_entries(header)
+    data = 8 + len(header)
+    size = data + sum(tensors[name].nbytes for name in entries)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.posix_fallocate(fd, 0, size)  # a full disk shows now and not after an hour
+        os.pwrite(fd, len(header).to_bytes(8, "little") + header, 0)
+        for _ in in_parallel(_pieces(fd, data, entries, tensors, progress)):
+            pass
+    finally:
+        os.close(fd)
+
+
+def _pieces(
+    fd: int,
+    data: int,
+    entries: Mapping[str, tuple[str, tuple[int, ...], int]],
+    tensors: Mapping[str, TensorRef],
+    progress: Progress,
+) -> Iterator[Callable[[Alive], None]]:
+    for name, (_, _, begin) in entries.items():
+        for at, part in slabs(tensors[name].plan, _PIECE):
+            yield partial(_write_piece, fd, data + begin + at, part, progress)
+
+
+def _write_piece(fd: int, start: int, plan: Plan, progress: Progress, alive: Alive) -> None:
+    buffer = memoryview(bytearray())
+    for at, part in slabs(plan):
+        alive()
+        if len(buffer) < part.nbytes:
+            buffer = memoryview(bytearray(part.nbytes))
+        fill(part, buffer[: part.nbytes])
+        done = 0
+        while done < part.nbytes:
+            done += os.pwrite(fd, buffer[done : part.nbytes], start + at + done)
+        progress.advance(part.nbytes)

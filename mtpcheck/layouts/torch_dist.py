@@ -1,0 +1,294 @@
+"""Layout ``torch_dist``: Megatron's distributed checkpoint, read without Megatron and without torch.
+
+.metadata            pickle: every tensor's shape, dtype and chunks, and where each chunk lies
+__<rank>_<n>.distcp  the chunks, each a small torch.save zip
+common.pt            arguments and counters (megatron-core up to 0.18)
+common_state/...     the same as a bytes entry of the .distcp files (from 0.19)
+metadata.json        names the format; written last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtpcheck.errors import FormatError, UnsupportedError
+from mtpcheck.files import LocalFile, Source
+from mtpcheck.layouts.hf import read_json
+from mtpcheck.layouts.zipstore import (
+    TORCH_DTYPES,
+    Archive,
+    Record,
+    StoredTensor,
+    read_archive,
+    unpickle,
+)
+from mtpcheck.plan import Plan, Shape, contiguous_steps
+from mtpcheck.tensormap import DTYPE_BITS, TensorRef
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMMON_STATE = "common_state/"
+_TRAINING = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
+
+
+@dataclass(frozen=True)
+class TorchDistFolder:
+    """What one iteration folder holds."""
+
+    args: dict[str, Any] | None
+    tensors: dict[str, TensorRef]
+    passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What is no model weight: kind → (entries, bytes)."""
+
+
+def is_torch_dist(folder: Path) -> bool:
+    return (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One stored item: bytes ``[offset, offset + length)`` of a .distcp file."""
+
+    file: LocalFile
+    offset: int
+    length: int
+
+    def archive(self, what: str, foreign: bool = False) -> Archive:
+        return read_archive(self.file, self.offset, self.length, f"{self.file.path}: {what}", foreign)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A source: the tensor inside one item, in C order. Its zip is parsed at the first read."""
+
+    item: _Item
+    key: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return self.item.file.name
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @cached_property
+    def _payload(self) -> tuple[Source, int]:
+        """(source, first byte) of the elements in C order."""
+        archive = self.item.archive(self.key)
+        tensor, itemsize = archive.root, DTYPE_BITS[self.dtype] // 8
+        if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+            raise FormatError(
+                f"{self.name}: {self.key}: .metadata promises {self.dtype} {list(self.shape)}, the item holds "
+                + (f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no tensor")
+            )
+        start, nbytes = archive.storages.get(tensor.storage, (0, -1))
+        strides = tuple(s * itemsize for s in tensor.strides)
+        end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True)) + itemsize
+        if min(tensor.offset, *tensor.strides, 0) < 0 or (self.size and end > nbytes):
+            raise FormatError(f"{self.name}: {self.key}: the item's storage is too small for its tensor; damaged")
+        start += tensor.offset * itemsize
+        straight = contiguous_steps(self.shape, itemsize)
+        if all(n == 1 or a == b for n, a, b in zip(self.shape, strides, straight, strict=True)):
+            return self.item.file, start
+        return _Straightened(self.item.file, start, self.shape, strides, itemsize), 0
+
+    def place_of(self, offset: int) -> str:
+        source, start = self._payload
+        return f"{source.place_of(start + offset)} ({self.key})"
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        source, start = self._payload
+        source.read_into(buffer, start + offset)
+
+
+@dataclass(frozen=True)
+class _Straightened:
+    """A transposed or otherwise strided tensor, put into C order in memory (one chunk at a time)."""
+
+    file: LocalFile
+    start: int
+    shape: Shape
+    strides: Shape
+    itemsize: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @cached_property
+    def _bytes(self) -> memoryview:
+        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
+        raw = bytearray(span)
+        self.file.read_into(memoryview(raw), self.start)
+        array = np.ndarray(self.shape, f"V{self.itemsize}", buffer=raw, strides=self.strides)
+        return memoryview(array.tobytes())
+
+    def place_of(self, offset: int) -> str:
+        return f"{self.file.path}, the tensor at byte {self.start:,}"
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        buffer[:] = self._bytes[offset : offset + len(buffer)]
+
+
+def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
+    """Read ``.metadata`` and the common state of an iteration folder.
+
+    ``prefixes`` are wrappers that may stand before model keys. Raises FormatError where the files contradict
+    themselves, UnsupportedError for another backend.
+    """
+    _check_backend(folder)
+    metadata = _read_metadata(folder / ".metadata")
+    items = _items(folder, metadata)
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    prefix = _prefix(entries, prefixes)
+    tensors: dict[str, TensorRef] = {}
+    passed_over: dict[str, tuple[int, int]] = {}
+    for key, entry in entries.items():
+        own = items.get(key, [])
+        kind = _passed_over(key, entry)
+        if kind:
+            count, nbytes = passed_over.get(kind, (0, 0))
+            passed_over[kind] = (count + 1, nbytes + sum(item.length for _, item in own))
+        elif not key.startswith(_COMMON_STATE):
+            tensors[key.removeprefix(prefix)] = _tensor(folder, key, entry, own)
+    return TorchDistFolder(_args(folder, items), tensors, passed_over)
+
+
+def _check_backend(folder: Path) -> None:
+    path = folder / "metadata.json"
+    if not path.is_file():
+        raise FormatError(f"{folder}: no metadata.json, which Megatron writes last; the save was interrupted")
+    backend = read_json(path, "").get("sharded_backend")
+    if backend != "torch_dist":
+        raise UnsupportedError(f"{path}: sharded_backend is {backend!r}; only 'torch_dist' can be read")
+    if not (folder / ".metadata").is_file():
+        raise FormatError(f"{folder}: no .metadata; copy the hidden file too")
+
+
+def _read_metadata(path: Path) -> Any:
+    metadata = unpickle(path.read_bytes(), str(path))
+    sound = isinstance(getattr(metadata, "state_dict_metadata", None), dict)
+    if not sound or not isinstance(metadata.storage_data, dict):
+        raise FormatError(f"{path}: not the metadata of a distributed checkpoint")
+    return metadata
+
+
+def _items(folder: Path, metadata: Any) -> dict[str, list[tuple[Shape | None, _Item]]]:
+    """key → [(offset of the chunk or None for bytes, item)], every item checked to lie within its file."""
+    files: dict[str, LocalFile] = {}
+    items: dict[str, list[tuple[Shape | None, _Item]]] = {}
+    for index, info in metadata.storage_data.items():
+        name, offset, length = info.relative_path, info.offset, info.length
+        if not (isinstance(name, str) and isinstance(offset, int) and isinstance(length, int)):
+            raise FormatError(f"{folder / '.metadata'}: malformed storage entry of {index.fqn!r}")
+        if name not in files:
+            if Path(name).name != name or not (folder / name).resolve().is_relative_to(folder.resolve()):
+                raise FormatError(f"{folder / '.metadata'}: {name!r} leads out of the folder; refused")
+            if not (folder / name).is_file():
+                raise FormatError(f"{folder}: {name} is missing; {index.fqn} lies in it")
+            files[name] = LocalFile(folder / name)
+        file = files[name]
+        if offset < 0 or length < 0 or offset + length > file.size:
+            raise FormatError(
+                f"{file.path}: {index.fqn} lies at bytes {offset} to {offset + length}, the file has {file.size}; "
+                "it is cut off, copy it again"
+            )
+        if info.transform_descriptors:
+            raise UnsupportedError(f"{file.path}: {index.fqn} is stored through a transform, which cannot be read")
+        items.setdefault(str(index.fqn), []).append((index.offset, _Item(file, offset, length)))
+    return items
+
+
+def _prefix(entries: Mapping[str, Any], prefixes: tuple[str, ...]) -> str:
+    """Wrapper names in front of the model's keys (``module.``, ``model.module.``), often none."""
+    anchor = "embedding.word_embeddings.weight"
+    for key in entries:
+        if key.endswith(anchor) and not key.startswith(_TRAINING):
+            lead = rest = key.removesuffix(anchor)
+            while match := next((p for p in prefixes if rest.startswith(p)), None):
+                rest = rest.removeprefix(match)
+            if not rest:
+                return lead
+    return ""
+
+
+def _passed_over(key: str, entry: Any) -> str:
+    """What an entry is if it is no weight of the model: a name for the report, or nothing."""
+    if "_extra_state" in key:
+        return "_extra_state"
+    if key.startswith(_TRAINING):
+        return "optimizer and training state"
+    if not entry.size and not entry.chunks and not key.startswith(_COMMON_STATE):
+        return "other objects"
+    return ""
+
+
+def _tensor(folder: Path, key: str, entry: Any, items: list[tuple[Shape | None, _Item]]) -> TensorRef:
+    where = folder / ".metadata"
+    dtype_name = str(_dtype(entry)).removeprefix("torch.")
+    if dtype_name not in TORCH_DTYPES:
+        raise UnsupportedError(f"{where}: {key} has dtype {dtype_name}, which cannot be read")
+    dtype = TORCH_DTYPES[dtype_name]
+    size = tuple(entry.size)
+    shapes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+    itemsize = DTYPE_BITS[dtype] // 8
+    placed = []
+    for at, item in {at: item for at, item in items if at is not None}.items():
+        shape = shapes.get(at)
+        if shape is None or len(at) != len(size) or any(a < 0 or a + n > s for a, n, s in _zip(at, shape, size)):
+            raise FormatError(f"{where}: {key} has a chunk at {list(at)} outside its shape {list(size)}")
+        placed.append((at, Plan.region(Chunk(item, key, dtype, shape), 0, shape, itemsize)))
+    covered = sum(prod(plan.shape) for _, plan in placed)
+    if covered != prod(size) or _overlap([(at, plan.shape) for at, plan in placed]):
+        raise FormatError(
+            f"{where}: the chunks of {key} cover {covered} of {prod(size)} elements; a file or a rank is missing"
+        )
+    return TensorRef(dtype, Plan.place(size, itemsize, placed))
+
+
+def _zip(at: Shape, shape: Shape, size: Shape) -> zip[tuple[int, int, int]]:
+    return zip(at, shape, size, strict=True)
+
+
+def _overlap(boxes: list[tuple[Shape, Shape]]) -> bool:
+    """Whether two neighbours in reading order share an element; with the volumes added up, enough to tell."""
+    return any(
+        all(a < b + m and b < a + n for a, n, b, m in zip(at, shape, other, size, strict=True))
+        for (at, shape), (other, size) in pairwise(sorted(boxes))
+    )
+
+
+def _dtype(entry: Any) -> Any:
+    """TensorProperties pickles as a tuple whose first element is the dtype, or as attributes."""
+    properties = entry.properties
+    return properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
+
+
+def _args(folder: Path, items: Mapping[str, list[tuple[Shape | None, _Item]]]) -> dict[str, Any] | None:
+    """The training arguments, from either place; None if nobody stored any."""
+    path = folder / "common.pt"
+    if path.is_file():
+        file = LocalFile(path)
+        state = read_archive(file, 0, file.size, str(path), foreign=True).root
+    else:
+        item = next((own[0][1] for key, own in items.items() if key.startswith(_COMMON_STATE)), None)
+        if item is None:
+            return None
+        root = item.archive("common_state", foreign=True).root
+        state = root[0] if isinstance(root, list) and root else None
+    args = state.get("args") if isinstance(state, dict) else None
+    return {k: v for k, v in vars(args).items() if k != "args"} if isinstance(args, Record) else None

@@ -1,0 +1,221 @@
+"""Writing layout ``torch_dist``: files that stock torch.distributed.checkpoint and megatron-core open.
+
+One chunk a layer, one an expert, so that memory is bounded by a slab and not by a stacked tensor. Needs torch for
+the pickles beside the payloads; the payloads themselves go from plan to file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mtpcheck.dialect import ExtraState, Spec
+from mtpcheck.layouts.zipstore import TORCH_DTYPES, Section, write_archive
+from mtpcheck.move import fill, slabs
+from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.plan import Plan, Shape
+from mtpcheck.progress import Progress
+
+_TORCH: Mapping[str, torch.dtype] = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
+_FILE_BYTES = 16 << 30
+
+
+@dataclass(frozen=True)
+class StoredChunks:
+    """One tensor to write: its chunks tile ``shape`` along the leading ``stack`` axes."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    stack: Shape
+    chunks: Sequence[Plan]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One item to write: its index, and a function that writes it into a section and returns its length."""
+
+    index: MetadataIndex
+    nbytes: int
+    write: Callable[[Section, Alive], int]
+
+
+def write_torch_dist(
+    folder: Path,
+    tensors: Sequence[StoredChunks],
+    extras: Sequence[ExtraState],
+    args: Mapping[str, Any],
+    spec: Spec,
+    mcore: str,
+    progress: Progress,
+) -> None:
+    """Write an iteration folder. ``mcore`` is "0.16" (common.pt) or "0.19" (common state among the items)."""
+    common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0,
+              "content_metadata": {"singleton_local_shards": False}}  # fmt: skip
+    jobs: list[_Job] = []
+    entries: dict[str, Any] = {}
+    for tensor in tensors:
+        entries[tensor.name] = _entry(tensor)
+        jobs += _tensor_jobs(tensor, progress)
+    payload = _save([torch.empty(0, dtype=torch.uint8) if spec == "te" else None])
+    objects = {name: payload for extra in extras for name in _extra_names(extra)}
+    if mcore == "0.19":
+        objects["common_state/shard_0_1"] = _save([common])
+    for name, data in objects.items():
+        entries[name] = BytesStorageMetadata()
+        jobs.append(_Job(MetadataIndex(name), len(data), partial(_write_object, data)))
+    where = {}
+    files = _spread(jobs)
+    for written in in_parallel([partial(_write_file, folder, n, own) for n, own in enumerate(files)]):
+        where.update(written)
+    metadata = Metadata(state_dict_metadata=entries, storage_data=where, storage_meta=StorageMeta())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    marker: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    if mcore == "0.16":
+        torch.save(common, folder / "common.pt")
+        marker.update(common_backend="torch", common_backend_version=1)
+    (folder / "metadata.json").write_text(json.dumps(marker))
+
+
+def _save(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _entry(tensor: StoredChunks) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size((*(1 for _ in tensor.stack), *plan.shape)))
+        for at, plan in _placed(tensor)
+    ]
+    properties = TensorProperties(dtype=_TORCH[tensor.dtype])
+    return TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
+
+
+def _placed(tensor: StoredChunks) -> Iterator[tuple[Shape, Plan]]:
+    inner = (0,) * (len(tensor.shape) - len(tensor.stack))
+    for index, plan in zip(product(*(range(n) for n in tensor.stack)), tensor.chunks, strict=True):
+        yield (*index, *inner), plan
+
+
+def _tensor_jobs(tensor: StoredChunks, progress: Progress) -> Iterator[_Job]:
+    for at, plan in _placed(tensor):
+        shape = (*(1 for _ in tensor.stack), *plan.shape)
+        write = partial(_write_tensor, plan, tensor.dtype, shape, progress)
+        yield _Job(MetadataIndex(tensor.name, torch.Size(at)), plan.nbytes, write)
+
+
+def _write_tensor(plan: Plan, dtype: str, shape: Shape, progress: Progress, out: Section, alive: Alive) -> int:
+    def chunks() -> Iterator[memoryview]:
+        buffer = memoryview(bytearray())
+        for _, part in slabs(plan):
+            alive()
+            if len(buffer) < part.nbytes:
+                buffer = memoryview(bytearray(part.nbytes))
+            fill(part, buffer[: part.nbytes])
+            yield buffer[: part.nbytes]
+            progress.advance(part.nbytes)
+
+    return write_archive(out, _pickled_tensor(dtype, shape), (plan.nbytes, chunks))
+
+
+def _write_object(data: bytes, out: Section, alive: Alive) -> int:
+    return out.write(data)
+
+
+class _Storage:
+    """Stands for the one storage of an item while its pickle is written."""
+
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        self.kind = torch.storage._dtype_to_storage_type_map()[dtype]
+        self.numel = numel
+
+
+class _TensorPickler(pickle.Pickler):
+    """Writes what torch.save writes for a contiguous tensor, without holding its values."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return ("storage", getattr(torch, obj.kind), "0", "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _Pending):
+            strides = tuple(prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
+            storage = _Storage(_TORCH[obj.dtype], prod(obj.shape))
+            return torch._utils._rebuild_tensor_v2, (storage, 0, obj.shape, strides, False, OrderedDict())
+        return NotImplemented
+
+
+@dataclass(frozen=True)
+class _Pending:
+    dtype: str
+    shape: Shape
+
+
+def _pickled_tensor(dtype: str, shape: Shape) -> bytes:
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, protocol=2).dump(_Pending(dtype, shape))
+    return buffer.getvalue()
+
+
+def _extra_names(extra: ExtraState) -> Iterator[str]:
+    """``shard_<i>_<n>``; several axes are written ``i.j`` (ShardedObject.unique_key in megatron-core)."""
+    shape = extra.stack or (1,)
+    total = ".".join(map(str, shape))
+    for index in product(*(range(n) for n in shape)):
+        yield f"{extra.module}._extra_state/shard_{'.'.join(map(str, index))}_{total}"
+
+
+def _spread(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Cut the items, in order, into at least two files of about equal size."""
+    total = sum(job.nbytes for job in jobs)
+    count = max(2, -(-total // _FILE_BYTES))
+    files: list[list[_Job]] = [[] for _ in range(count)]
+    done = 0
+    for job in jobs:
+        files[min(count - 1, done * count // max(total, 1))].append(job)
+        done += job.nbytes
+    return files
+
+
+def _write_file(folder: Path, number: int, jobs: Sequence[_Job], alive: Alive) -> dict[MetadataIndex, Any]:
+    name = f"__0_{number}.distcp"
+    where: dict[MetadataIndex, Any] = {}
+    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        at = 0
+        for job in jobs:
+            length = job.write(Section(partial(_write_at, fd), at), alive)
+            where[job.index] = _StorageInfo(name, at, length)
+            at += length
+    finally:
+        os.close(fd)
+    return where
+
+
+def _write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
+    return os.pwrite(fd, data, offset)

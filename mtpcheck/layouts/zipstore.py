@@ -1,0 +1,279 @@
+"""Zips as ``torch.save`` writes them, read without torch and without running anything they contain.
+
+Members are stored, not compressed, so a tensor's bytes are a region of the file. The pickle beside them is read
+by the one restricted unpickler of this project: tensors become ``StoredTensor`` (offset, shape, strides), a short
+list of classes is known, foreign classes inside training arguments become inert placeholders, and everything
+else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpcheck.errors import FormatError
+from mtpcheck.files import Source, read
+from mtpcheck.plan import Shape
+
+TORCH_DTYPES: Mapping[str, str] = {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""torch dtype → our dtype (safetensors' name)."""
+
+_STORAGES: Mapping[str, str] = {
+    "BFloat16Storage": "BF16", "HalfStorage": "F16", "FloatStorage": "F32", "DoubleStorage": "F64",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor inside a zip: ``storage`` is the key of the member that holds it; offset and strides in elements."""
+
+    dtype: str
+    storage: str
+    offset: int
+    shape: Shape
+    strides: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A global that a pickle refers to and that we keep as a name only (a dtype, a layout, an enum)."""
+
+    name: str
+
+    def __call__(self, *args: object) -> Named:
+        return self
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Record:
+    """An object of a class we do not have: its attributes, nothing else."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update({str(k): v for k, v in state.items()})
+        else:
+            self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return None  # pickles leave out attributes that have their class's default
+
+
+class Inert(Record):
+    """A placeholder for a foreign class inside training arguments."""
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_RECORDS = {
+    **{
+        (f"{_CHECKPOINT}.metadata", name): Record
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    **{
+        (f"{_CHECKPOINT}.planner", name): Record
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    },
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): Record,
+    ("argparse", "Namespace"): Record,
+    ("types", "SimpleNamespace"): Record,
+    ("pathlib", "PosixPath"): Record,
+    ("pathlib", "PurePosixPath"): Record,
+    ("io", "BytesIO"): Record,
+    ("_io", "BytesIO"): Record,
+    ("signal", "Signals"): Record,
+    ("_codecs", "encode"): Record,
+    ("datetime", "timedelta"): Record,
+    ("collections", "OrderedDict"): dict,
+    ("collections", "defaultdict"): Record,
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, where: str, foreign: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self.where, self.foreign = where, foreign
+
+    def find_class(self, module: str, name: str) -> Any:
+        known: Any = _RECORDS.get((module, name))
+        if known is not None:
+            return known
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        if module == "torch" and (name in TORCH_DTYPES or name in _STORAGES):
+            return Named(f"torch.{name}")
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return Named("torch.layout")
+        if self.foreign and module.split(".")[0] not in sys.stdlib_module_names:
+            return type("Inert", (Inert,), {"__qualname__": f"{module}.{name}"})
+        raise FormatError(
+            f"{self.where}: the pickle refers to {module}.{name}, which no checkpoint needs; "
+            "refused, nothing was run. Do not load this file with torch.load"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Named):
+            return pid
+        raise FormatError(f"{self.where}: the pickle refers to an object outside itself in an unknown way")
+
+
+def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: object) -> StoredTensor:
+    dtype = _STORAGES[storage[1].name.removeprefix("torch.")]
+    return StoredTensor(dtype, str(storage[2]), int(offset), tuple(map(int, size)), tuple(map(int, stride)))
+
+
+def unpickle(data: bytes, where: str, foreign: bool = False) -> Any:
+    """Read a pickle. ``foreign`` allows inert placeholders for classes outside the standard library.
+
+    Raises FormatError for a class that is not allowed and for damaged pickles.
+    """
+    try:
+        return _Unpickler(data, where, foreign).load()
+    except FormatError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise FormatError(f"{where}: damaged pickle ({type(error).__name__}: {error})") from None
+
+
+class Window(io.RawIOBase):
+    """Part of a source as a read-only file object, for the standard library's readers."""
+
+    def __init__(self, source: Source, start: int, length: int) -> None:
+        self.source, self.start, self.length, self.position = source, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self.position = base + offset
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        n = max(0, min(len(view), self.length - self.position))
+        if n:
+            self.source.read_into(view[:n], self.start + self.position)
+            self.position += n
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One ``torch.save`` zip: its unpickled root object and where each storage's bytes are in the source."""
+
+    root: Any
+    storages: Mapping[str, tuple[int, int]]
+    """storage key → (first byte in the source, bytes)"""
+
+
+def read_archive(source: Source, start: int, length: int, where: str, foreign: bool = False) -> Archive:
+    """Parse the zip at ``[start, start + length)`` of ``source``. Raises FormatError if it is not a sound one."""
+    try:
+        with zipfile.ZipFile(io.BufferedReader(Window(source, start, length), 4096)) as zipped:
+            members = {info.filename.partition("/")[2]: info for info in zipped.infolist()}
+            packed = [name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED]
+            if packed:
+                raise FormatError(f"{where}: member {packed[0]!r} is compressed; torch.save stores members as they are")
+            if "data.pkl" not in members:
+                raise FormatError(f"{where}: no data.pkl inside; not written by torch.save")
+            if "byteorder" in members and zipped.read(members["byteorder"]) != b"little":
+                raise FormatError(f"{where}: big-endian tensors are not supported")
+            root = unpickle(zipped.read(members["data.pkl"]), where, foreign)
+    except zipfile.BadZipFile as error:
+        raise FormatError(f"{where}: not a sound zip ({error}); the file is cut off or damaged") from None
+    storages = {}
+    for name, info in members.items():
+        if name.startswith("data/"):
+            header = read(source, start + info.header_offset, 30)
+            names, extra = struct.unpack("<HH", header[26:30])
+            at = info.header_offset + 30 + names + extra
+            if header[:4] != b"PK\3\4" or at + info.file_size > length:
+                raise FormatError(f"{where}: member {name!r} reaches past the end of its zip")
+            storages[name.removeprefix("data/")] = (start + at, info.file_size)
+    return Archive(root, storages)
+
+
+# ---- writing
+
+
+class Section(io.RawIOBase):
+    """A writer that sees its first byte as byte 0, wherever it lies in the file below."""
+
+    def __init__(self, write_at: Callable[[bytes | memoryview, int], int], start: int) -> None:
+        self.write_at, self.start, self.position, self.length = write_at, start, 0, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence] + offset
+        return self.position
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self.write_at(view[done:], self.start + self.position + done)
+        self.position += done
+        self.length = max(self.length, self.position)
+        return done
+
+
+_ALIGNMENT = 64  # torch.serialization's default storage alignment
+
+
+def write_archive(out: Section, pickled: bytes, payload: tuple[int, Callable[[], Any]] | None) -> int:
+    """Write a zip that ``torch.load`` opens: the pickle and at most one storage, given as (bytes, chunk iterator).
+
+    Returns the length in bytes. CRCs are right.
+    """
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as zipped:
+        zipped.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled)
+        zipped.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        if payload is not None:
+            nbytes, chunks = payload
+            info = zipfile.ZipInfo("archive/data/0")
+            info.file_size = nbytes
+            big = nbytes > zipfile.ZIP64_LIMIT // 2
+            header = 30 + len(info.filename) + (20 if big else 0)
+            # padding goes into an extra field, whose own head takes four bytes
+            padding = -(out.tell() + header + 4) % _ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+            with zipped.open(info, "w", force_zip64=big) as member:
+                for chunk in chunks():
+                    member.write(chunk)
+        zipped.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+    return out.length

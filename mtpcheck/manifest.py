@@ -1,0 +1,95 @@
+"""The manifest: how the HF side looked besides its weights, kept inside a Megatron checkpoint that we made.
+
+    mtpcheck/manifest.json   family, shards, copies
+    mtpcheck/headers/*       the raw header of every shard: order, dtypes, shapes, metadata; no weights
+    mtpcheck/files/*         config.json, index, tokenizer and all other files, as they were
+
+It lends an export its *form*. Every weight, and every config key that Megatron has a word for, comes from Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mtpcheck.errors import FormatError
+from mtpcheck.layouts.hf import HfFolder, header_entries, read_json
+
+FOLDER = "mtpcheck"
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    folder: Path
+    family: str
+    headers: Mapping[str, bytes]
+    """Shard file → raw safetensors header."""
+    copies: Mapping[str, str]
+    """Part that repeats another → absent, equal or own, as in the source."""
+    files: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read_json(self.folder / "files" / "config.json", "the manifest is incomplete")
+
+    def file(self, name: str) -> Path:
+        return self.folder / "files" / name
+
+
+def write_manifest(folder: Path, source: Path, hf: HfFolder, family: str, copies: Mapping[str, str]) -> None:
+    """Write ``folder/mtpcheck`` for an HF source. Holds no weight bytes."""
+    root = folder / FOLDER
+    (root / "headers").mkdir(parents=True)
+    for number, shard in enumerate(hf.shards):
+        (root / "headers" / f"{number}.json").write_bytes(shard.header)
+    for name in hf.others:
+        target = root / "files" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+    content = {
+        "schema": _SCHEMA,
+        "family": family,
+        "shards": [shard.file for shard in hf.shards],
+        "copies": dict(copies),
+        "files": list(hf.others),
+    }
+    (root / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a Megatron iteration folder, or None. Raises FormatError if it is not sound."""
+    root = folder / FOLDER
+    path = root / "manifest.json"
+    if not path.is_file():
+        return None
+    content = read_json(path, "")
+    if content.get("schema") != _SCHEMA:
+        raise FormatError(f"{path}: schema {content.get('schema')!r}, this mtpcheck knows {_SCHEMA}")
+    try:
+        shards, files = list(content["shards"]), list(content["files"])
+        manifest = Manifest(
+            root,
+            str(content["family"]),
+            {_plain(path, s): (root / "headers" / f"{n}.json").read_bytes() for n, s in enumerate(shards)},
+            dict(content["copies"]),
+            tuple(_plain(path, name) for name in files),
+        )
+        for header in manifest.headers.values():
+            header_entries(header)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FormatError(f"{path}: damaged ({what}); remove {root} to go on without") from None
+    return manifest
+
+
+def _plain(path: Path, name: str) -> str:
+    """A relative name that stays below its folder."""
+    parts = PurePosixPath(name).parts
+    if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
+        raise FormatError(f"{path}: {name!r} leads out of the folder; refused")
+    return name

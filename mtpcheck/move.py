@@ -1,0 +1,118 @@
+"""The only mover of bytes: fills buffers from plans, in slabs of bounded size.
+
+Long runs go straight from the file into place; short ones through one read of the span they lie in and a
+strided copy. Which is faster where was measured, see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import gcd
+
+import numpy as np
+
+from mtpcheck.files import Source
+from mtpcheck.plan import Box, Plan, Shape, contiguous_steps
+
+SLAB = 1 << 20
+"""Bytes of one step: large enough to amortise a call, small enough to stay in a core's cache."""
+
+_DIRECT = 32 << 10  # runs at least this long are read in place, one call each
+
+
+def slabs(plan: Plan, limit: int = SLAB) -> Iterator[tuple[int, Plan]]:
+    """Cut a plan into (first byte, sub-plan) along its leading axes, each at most ``limit`` bytes if it can be."""
+    yield from _slabs(plan, limit, 0)
+
+
+def _slabs(plan: Plan, limit: int, start: int) -> Iterator[tuple[int, Plan]]:
+    axis = next((i for i, n in enumerate(plan.shape) if n > 1), None)
+    if plan.nbytes <= limit or axis is None:
+        if plan.nbytes:
+            yield start, plan
+        return
+    row = plan.nbytes // plan.shape[axis]
+    rows = max(1, limit // row)
+    for i in range(0, plan.shape[axis], rows):
+        part = plan.slice(axis, i, min(i + rows, plan.shape[axis]))
+        yield from _slabs(part, limit, start + i * row)
+
+
+def fill(plan: Plan, buffer: memoryview) -> None:
+    """Write the tensor, in C order, into ``buffer`` (``plan.nbytes`` writable bytes).
+
+    Raises FormatError if a source ends early.
+    """
+    steps = contiguous_steps(plan.shape, plan.itemsize)
+    for box in plan.boxes:
+        start = sum(a * s for a, s in zip(box.lo, steps, strict=True))
+        loops, run = _loops(box, steps, plan.itemsize)
+        if box.source is None:
+            _view(buffer, start, loops, run, 1)[...] = 0
+        else:
+            _copy(buffer, start, box.source, box.offset, loops, run)
+
+
+def read_plan(plan: Plan) -> bytearray:
+    """The whole tensor in C order. For small tensors and tests; streaming code uses ``slabs``."""
+    buffer = bytearray(plan.nbytes)
+    fill(plan, memoryview(buffer))
+    return buffer
+
+
+_Loops = list[tuple[int, int, int]]  # (count, destination step, source step), outermost first
+
+
+def _loops(box: Box, steps: Shape, itemsize: int) -> tuple[_Loops, int]:
+    """Express a box as as few loops as possible round one contiguous run."""
+    loops: _Loops = []
+    run = itemsize
+    for n, to, at in reversed(list(zip(box.size, steps, box.steps, strict=True))):
+        if n == 1:
+            continue
+        if not loops and to == run and at == run:
+            run *= n
+        elif loops and to == loops[0][0] * loops[0][1] and at == loops[0][0] * loops[0][2]:
+            count, inner_to, inner_at = loops[0]
+            loops[0] = (count * n, inner_to, inner_at)
+        else:
+            loops.insert(0, (n, to, at))
+    return loops, run
+
+
+def _copy(buffer: memoryview, start: int, source: Source, offset: int, loops: _Loops, run: int) -> None:
+    if not loops:
+        source.read_into(buffer[start : start + run], offset)
+        return
+    span = run + sum((n - 1) * at for n, _, at in loops)
+    useful = run
+    for n, _, _ in loops:
+        useful *= n
+    if run >= _DIRECT:
+        for index in product(*(range(n) for n, _, _ in loops)):
+            to = start + sum(i * loop[1] for i, loop in zip(index, loops, strict=True))
+            at = offset + sum(i * loop[2] for i, loop in zip(index, loops, strict=True))
+            source.read_into(buffer[to : to + run], at)
+    elif span <= 8 * useful or (len(loops) == 1 and span <= 4 * SLAB):
+        scratch = bytearray(span)
+        source.read_into(memoryview(scratch), offset)
+        word = _word(run, loops)
+        np.copyto(_view(buffer, start, loops, run, 1, word), _view(memoryview(scratch), 0, loops, run, 2, word))
+    else:
+        (n, to, at), inner = loops[0], loops[1:]
+        for i in range(n):
+            _copy(buffer, start + i * to, source, offset + i * at, inner, run)
+
+
+def _word(run: int, loops: _Loops) -> int:
+    """The widest machine word in which every run and step is whole."""
+    return gcd(8, run, *(step for loop in loops for step in loop[1:]))
+
+
+def _view(
+    buffer: memoryview, start: int, loops: _Loops, run: int, which: int, word: int = 1
+) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    shape = (*(loop[0] for loop in loops), run // word)
+    strides = (*(loop[which] for loop in loops), word)
+    return np.ndarray(shape, dtype=f"u{word}", buffer=buffer, offset=start, strides=strides)

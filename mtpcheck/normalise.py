@@ -1,0 +1,152 @@
+"""Checkpoint → TensorMap: choose the family, learn the facts, claim every stored tensor for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mtpcheck.checkpoint import Checkpoint
+from mtpcheck.dialect import load_dialect
+from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
+from mtpcheck.facts import facts_from_args, facts_from_config
+from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
+from mtpcheck.report.finding import Finding, failure, note
+from mtpcheck.rows import Row, factored
+from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
+
+
+def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> TensorMap:
+    """See ``tensormap.read_tensor_map``."""
+    if checkpoint.layout == "hf":
+        return _from_hf(checkpoint, hf_family(checkpoint, family))
+    if family is None and checkpoint.manifest is not None:
+        family = checkpoint.manifest.family
+    if family is not None:
+        return _from_megatron(checkpoint, load_family(family))
+    return _only_fit(checkpoint)
+
+
+def hf_family(checkpoint: Checkpoint, family: str | None) -> Family:
+    assert checkpoint.config is not None
+    return load_family(family) if family else family_of_config(checkpoint.config)
+
+
+def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
+    assert checkpoint.config is not None
+    facts = facts_from_config(family.all_config, checkpoint.config, family.all_fixed)
+    stored = checkpoint.tensors.keys()
+    model = _with_stored_layers(family, facts, lambda layer, i: any(row.name in stored for row in layer.rows))
+    return _claim(model, model.rows, checkpoint)
+
+
+def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
+    dialect = load_dialect()
+    if checkpoint.args is None:
+        raise UnsupportedError(f"{checkpoint.folder}: no training arguments are stored; they are needed to read it")
+    facts = facts_from_args(dialect.args, checkpoint.args)
+    for fact, value in family.all_fixed.items():
+        if facts.get(fact, value) != value:
+            raise FamilyError(f"{family.name} has {fact} {value!r}, this checkpoint's arguments say {facts[fact]!r}")
+    facts.update(family.all_fixed)
+    _check_known(family, facts)
+    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
+    rows_stored = embedding.shape[0] if embedding is not None else 0
+    notes: list[Finding] = []
+    if facts.get("vocab") is None:
+        facts["vocab"] = rows_stored
+        notes.append(note("values.padding", "embed", f"true vocabulary size not stored; all {rows_stored} rows count"))
+    stored = checkpoint.tensors.keys()
+    model = _with_stored_layers(
+        family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
+    )
+    padded = max(rows_stored, facts["vocab"])
+    rows = dialect.rows(model, "te", padded, stored).rows
+    return _claim(model, rows, checkpoint, notes)
+
+
+def _check_known(family: Family, facts: Mapping[str, Any]) -> None:
+    needed = {row.fact for row in family.all_config if row.fact and row.default is None}
+    needed |= {"layers", "hidden", "heads", "groups", "head_dim"}
+    missing = sorted(fact for fact in needed if facts.get(fact) is None)
+    if missing:
+        raise UnsupportedError(f"the stored training arguments do not tell {', '.join(missing)} for {family.name}")
+
+
+def _with_stored_layers(family: Family, facts: dict[str, Any], is_stored: Callable[[Model, int], bool]) -> Model:
+    """The model with as many MTP layers as are stored; what is declared stays in ``facts['mtp_layers']``."""
+    model = family.trunk(facts)
+    facts["mtp_stored"] = 0
+    while True:
+        layer = Model(family.name, facts)
+        family.add_mtp_layer(layer, facts["mtp_stored"])
+        if not is_stored(layer, facts["mtp_stored"]):
+            return model
+        family.add_mtp_layer(model, facts["mtp_stored"])
+        facts["mtp_stored"] += 1
+
+
+def _claim(model: Model, rows: list[Row], checkpoint: Checkpoint, notes: list[Finding] | None = None) -> TensorMap:
+    """Give every stored tensor to its row, every part its plan; what is left over either way is a finding."""
+    parts: dict[str, TensorRef] = {}
+    padding: dict[str, TensorRef] = {}
+    names: dict[str, str] = {}
+    findings = [*checkpoint.findings, *(notes or ())]
+    left = dict.fromkeys(checkpoint.tensors)
+    for row in rows:
+        ref = checkpoint.tensors.get(row.name)
+        if ref is None:
+            if not all(part in model.copies for part in row.parts):
+                findings.append(_missing(row, checkpoint))
+            continue
+        del left[row.name]
+        expected = row.shape(model.shapes)
+        if ref.shape != expected:
+            what = f"has another shape than {model.family} gives it"
+            findings.append(
+                failure("presence.shape", row.name, what, expected=str(list(expected)), got=str(list(ref.shape)))
+            )
+            continue
+        for part, plan in row.split(ref.plan, model.shapes).items():
+            parts[part] = TensorRef(ref.dtype, plan)
+            names[part] = row.name
+        if row.pad is not None:
+            true_rows = factored(model.shapes[row.parts[0]])[0]
+            if row.pad > true_rows:
+                padding[row.parts[0]] = TensorRef(ref.dtype, ref.plan.slice(0, true_rows, row.pad))
+    findings += [
+        failure("presence.unclaimed", name, f"no tensor of {model.family}; the other layout has no place for it")
+        for name in left
+    ]
+    ordered = {part: parts[part] for part in model.shapes if part in parts}
+    return TensorMap(model, ordered, padding, tuple(findings), names)
+
+
+def _missing(row: Row, checkpoint: Checkpoint) -> Finding:
+    what = "MTP layer" if is_mtp(row.parts[0]) else "model"
+    return failure(
+        "presence.missing", row.name, f"a tensor of the {what} is missing", where=str(checkpoint.folder),
+        expected=", ".join(row.parts[:3]) + (" …" if len(row.parts) > 3 else ""),
+    )  # fmt: skip
+
+
+def _only_fit(checkpoint: Checkpoint) -> TensorMap:
+    """The one family whose facts and keys fit. Raises FamilyError with the candidates otherwise."""
+    fits: list[TensorMap] = []
+    reasons: list[str] = []
+    for name in family_names():
+        try:
+            found = _from_megatron(checkpoint, load_family(name))
+        except MtpcheckError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        bad = [f for f in found.findings if f.check.startswith("presence.") and not f.subject.startswith("mtp.")]
+        if bad:
+            reasons.append(f"{name}: {bad[0].subject}: {bad[0].message}")
+        else:
+            fits.append(found)
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        names = ", ".join(found.family for found in fits)
+        raise FamilyError(f"{checkpoint.folder}: arguments and keys fit {names}; --family decides")
+    raise FamilyError(f"{checkpoint.folder}: no known family fits; " + "; ".join(reasons))

@@ -1,0 +1,44 @@
+"""Run independent pieces of work on a few threads; reads, writes and copies release the interpreter lock."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WORKERS = 2
+_AHEAD = 64  # jobs queued at a time, so that a list of a million is never held as futures
+
+Alive = Callable[[], None]
+"""Called between slabs; raises in a worker once another one has failed or the user has interrupted."""
+
+
+class _Cancelled(Exception):
+    pass
+
+
+def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
+    """Results in the order of the jobs. On the first error, or Ctrl-C, the others stop at their next slab."""
+    stop = threading.Event()
+
+    def alive() -> None:
+        if stop.is_set():
+            raise _Cancelled
+
+    waiting: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(job, alive))
+                if len(waiting) >= _AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,47 @@
+"""Findings are values: checks return them, renderers render them, nobody prints from a check."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Severity(StrEnum):
+    FAILURE = "failure"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of one check.
+
+    ``check`` is a stable id of ``configs/checks.yaml``; ``subject`` the tensor, part or config key; ``where`` the
+    file, with the byte or the line if there is one.
+    """
+
+    check: str
+    severity: Severity
+    subject: str
+    message: str
+    where: str = ""
+    expected: str = ""
+    got: str = ""
+    cause: str = ""
+    todo: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: str(value) for key, value in asdict(self).items() if value}
+
+
+def failure(check: str, subject: str, message: str, **details: str) -> Finding:
+    return Finding(check, Severity.FAILURE, subject, message, **details)
+
+
+def warning(check: str, subject: str, message: str, **details: str) -> Finding:
+    return Finding(check, Severity.WARNING, subject, message, **details)
+
+
+def note(check: str, subject: str, message: str, **details: str) -> Finding:
+    return Finding(check, Severity.NOTE, subject, message, **details)

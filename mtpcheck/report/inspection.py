@@ -1,0 +1,51 @@
+"""Terminal renderings of ``inspect`` and ``convert``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from mtpcheck.convert import Converted
+from mtpcheck.inspect import Inspection
+from mtpcheck.report.terminal import render_finding
+
+
+def render(found: Inspection, console: Console) -> None:
+    """Print an inspection as aligned lines."""
+    declared = ", ".join(f"{key} = {value}" for key, value in found.mtp_declared_by.items()) or "by no key"
+    share = found.mtp_elements / found.elements if found.elements else 0
+    lines = {
+        "checkpoint": found.path,
+        "layout": found.layout,
+        "family": found.family,
+        "tensors": f"{found.tensors:,}, {decimal(found.nbytes)}",
+        "dtypes": ", ".join(f"{dtype} × {count:,}" for dtype, count in found.dtypes.items()),
+        "layers": f"{found.layers} decoder layers",
+        "MTP declared": f"{found.mtp_declared} ({declared})",
+        "MTP stored": f"{found.mtp_stored} ({found.mtp_parts:,} parts, {share:.1%} of all weights)",
+    }
+    if found.copies:
+        lines["copies"] = ", ".join(f"{part} {state}" for part, state in found.copies.items())
+    for kind, (count, nbytes) in found.passed_over.items():
+        lines["passed over"] = f"{kind}: {count:,} entries, {decimal(nbytes)}"
+    for name, value in lines.items():
+        console.print(Text.assemble((f"{name:<13}", "bold"), value))
+    for finding in found.findings:
+        console.print()
+        render_finding(finding, console)
+
+
+def render_converted(converted: Converted, console: Console) -> None:
+    """Print what was written, and what could not be carried."""
+    tensor_map = converted.tensor_map
+    console.print(
+        Text.assemble(
+            (str(converted.target), "bold"),
+            f"  {tensor_map.family}, {converted.source.layout} → {converted.layout}, "
+            f"{len(tensor_map.parts):,} parts, {decimal(tensor_map.nbytes)}",
+        )
+    )
+    for finding in converted.findings:
+        console.print()
+        render_finding(finding, console)

@@ -1,0 +1,82 @@
+"""The result of one command: which checks ran, what they found, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from mtpcheck.data import configs, load
+from mtpcheck.errors import FAILS, HOLDS
+from mtpcheck.report.finding import Finding, Severity
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@lru_cache(maxsize=1)
+def check_table() -> Mapping[str, Any]:
+    """``configs/checks.yaml``: group → help and ids."""
+    table: Mapping[str, Any] = load(configs() / "checks.yaml")
+    return table
+
+
+@dataclass(frozen=True)
+class Check:
+    """One group of checks: that it ran and what it covered, or why it was skipped."""
+
+    group: str
+    status: Status
+    detail: str
+
+
+@dataclass
+class Report:
+    """Everything a renderer needs. ``summary`` is one line on what was judged."""
+
+    command: str
+    subjects: list[str]
+    family: str = ""
+    summary: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
+        """Record that a group ran. It fails if any of its findings is a failure."""
+        own = list(findings)
+        known = check_table()[group]["ids"]
+        assert all(f.check.removeprefix(group + ".") in known for f in own), [f.check for f in own]
+        failed = any(f.severity is Severity.FAILURE for f in own)
+        self.checks.append(Check(group, "failed" if failed else "passed", detail))
+        self.findings += own
+
+    def include(self, findings: Iterable[Finding]) -> None:
+        """Take over findings of another pass, each check and subject once."""
+        for finding in findings:
+            if all((f.check, f.subject) != (finding.check, finding.subject) for f in self.findings):
+                self.findings.append(finding)
+
+    def skip(self, group: str, why: str) -> None:
+        """Record that a group did not run. Skipped is never success; the verdict says so."""
+        self.checks.append(Check(group, "skipped", why))
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity is Severity.FAILURE]
+
+    @property
+    def verdict(self) -> Literal["holds", "fails"]:
+        return "fails" if self.failures else "holds"
+
+    @property
+    def exit_code(self) -> int:
+        return FAILS if self.failures else HOLDS
+
+    @property
+    def skipped(self) -> list[str]:
+        return [check.group for check in self.checks if check.status == "skipped"]
+
+
+def of_group(findings: Iterable[Finding], group: str) -> list[Finding]:
+    return [f for f in findings if f.check.startswith(group + ".")]

@@ -1,0 +1,142 @@
+"""A row: one stored tensor and the parts it is made of. Both directions derive from it.
+
+    stored = stack over leading indices ( join of the parts along one axis, factored axes flattened ), padded
+
+The same record describes a Hugging Face tensor (a family's row) and a Megatron tensor (a dialect's row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from mtpcheck.errors import FamilyError
+from mtpcheck.plan import Plan, Shape, concat, stack
+
+PartShape = tuple[Shape, ...]
+"""Shape of a part, one inner tuple for each stored axis: ``((groups, heads, dim), (hidden,))`` is stored 2-D."""
+
+
+def flat(shape: PartShape) -> Shape:
+    """The stored shape: factored axes multiplied out."""
+    return tuple(prod(axis) for axis in shape)
+
+
+def factored(shape: PartShape) -> Shape:
+    """The part's own shape: every factor an axis."""
+    return tuple(n for axis in shape for n in axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stored tensor.
+
+    ``parts`` are ordered with the stack indices outermost; each group of ``len(parts) / prod(stack)`` parts is
+    joined along ``axis`` of their factored shape. ``pad`` is the number of rows the first axis is padded to
+    with zeros. ``origin`` is the file and row of the table, for messages.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    axis: int = 0
+    stack: Shape = ()
+    pad: int | None = None
+    origin: str = ""
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        n = len(self.parts) // prod(self.stack)
+        return [self.parts[i : i + n] for i in range(0, len(self.parts), n)]
+
+    def _joined_shape(self, shapes: Mapping[str, PartShape], group: Sequence[str]) -> PartShape:
+        """Shape of one group, its joined axis summed."""
+        total = sum(factored(shapes[part])[self.axis] for part in group)
+        axes, position = [], 0
+        for axis in shapes[group[0]]:
+            axes.append(tuple(total if position + i == self.axis else n for i, n in enumerate(axis)))
+            position += len(axis)
+        return tuple(axes)
+
+    def _group_shape(self, shapes: Mapping[str, PartShape]) -> Shape:
+        return flat(self._joined_shape(shapes, self._groups()[0]))
+
+    def shape(self, shapes: Mapping[str, PartShape]) -> Shape:
+        """Stored shape of the whole tensor, padding included."""
+        inner = self._group_shape(shapes)
+        if self.pad is not None:
+            inner = (self.pad, *inner[1:])
+        return (*self.stack, *inner)
+
+    def chunks(self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape]) -> list[Plan]:
+        """One flattened plan for each stack index, in order: parts → stored."""
+        inner = self._group_shape(shapes)
+        chunks = []
+        for group in self._groups():
+            chunk = concat([plans[part] for part in group], self.axis).reshape(inner)
+            if self.pad is not None:
+                zeros = Plan.zeros((self.pad - inner[0], *inner[1:]), chunk.itemsize)
+                chunk = concat([chunk, zeros], 0)
+            chunks.append(chunk)
+        return chunks
+
+    def join(self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape]) -> Plan:
+        """Parts → stored tensor."""
+        chunks = self.chunks(plans, shapes)
+        return stack(chunks).reshape(self.shape(shapes)) if self.stack else chunks[0]
+
+    def split(self, stored: Plan, shapes: Mapping[str, PartShape]) -> dict[str, Plan]:
+        """Stored tensor → parts; the inverse of ``join``. Rows beyond the parts (padding) are left out."""
+        chunks = [stored]
+        for _ in self.stack:
+            chunks = [inner for chunk in chunks for inner in chunk.unstack()]
+        parts: dict[str, Plan] = {}
+        for group, chunk in zip(self._groups(), chunks, strict=True):
+            if self.pad is not None:
+                chunk = chunk.slice(0, 0, self._group_shape(shapes)[0])
+            whole = chunk.reshape(factored(self._joined_shape(shapes, group)))
+            start = 0
+            for part in group:
+                n = factored(shapes[part])[self.axis]
+                parts[part] = whole.slice(self.axis, start, start + n).normalise()
+                start += n
+        return parts
+
+
+def prove_invertible(rows: Sequence[Row], shapes: Mapping[str, PartShape]) -> None:
+    """Check that names and parts are claimed once, and that every row's inverse gives its parts back.
+
+    Raises FamilyError naming the row. Works on symbolic sources; no byte is read.
+    """
+    names: dict[str, str] = {}
+    claimed: dict[str, str] = {}
+    for row in rows:
+        if row.name in names:
+            raise FamilyError(f"{row.origin}: two rows spell {row.name!r} (the other: {names[row.name]})")
+        names[row.name] = row.origin
+        for part in row.parts:
+            if part not in shapes:
+                raise FamilyError(f"{row.origin}: {row.name!r} uses {part!r}, which no block of the family declares")
+            if part in claimed:
+                raise FamilyError(f"{row.origin}: part {part!r} is stored twice (the other: {claimed[part]})")
+            claimed[part] = row.origin
+        sources = {part: Plan.region(_Symbol(part), 0, factored(shapes[part]), 2) for part in row.parts}
+        try:
+            back = row.split(row.join(sources, shapes), shapes)
+        except ValueError as error:
+            raise FamilyError(f"{row.origin}: the parts of {row.name!r} do not fit together: {error}") from None
+        if any(back[part].normalise() != sources[part] for part in row.parts):
+            raise FamilyError(f"{row.origin}: {row.name!r} is not invertible")
+
+
+@dataclass(frozen=True, slots=True)
+class _Symbol:
+    """A source that stands for a part in a proof and is never read."""
+
+    name: str
+    size: int = 0
+
+    def place_of(self, offset: int) -> str:
+        return self.name
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        raise AssertionError(f"a proof must not read {self.name}")

@@ -1,0 +1,106 @@
+"""The one internal tensor map: every piece of weight under a name that means one thing.
+
+Part names: ``embed``, ``head``, ``final_norm``, ``layers.3.attn.q``, ``layers.3.mlp.experts.7.gate``,
+``mtp.0.proj.embed`` and ``mtp.0.proj.hidden`` (the halves of the projection are two parts, so no order is
+ever implied). Which parts a model has, and their shapes, stands in ``configs/blocks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from mtpcheck.family import Model
+from mtpcheck.plan import Plan, Shape
+from mtpcheck.report.finding import Finding
+
+if TYPE_CHECKING:
+    from mtpcheck.checkpoint import Checkpoint
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits per element under safetensors' dtype names, which are ours too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that has not been read: dtype (safetensors name), shape, and the plan of its bytes.
+
+    For dtypes narrower than a byte the plan is a flat run of bytes and only whole reads make sense.
+    """
+
+    dtype: str
+    plan: Plan
+    packed_shape: Shape | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.plan.shape if self.packed_shape is None else self.packed_shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.nbytes
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def read(self) -> bytes:
+        """All bytes in C order. For small tensors; conversions stream through ``move.slabs``."""
+        from mtpcheck.move import read_plan
+
+        return bytes(read_plan(self.plan))
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Parts of one checkpoint, in the order of its layers, with the model they make up.
+
+    ``padding`` are vocabulary rows beyond the true size. ``findings`` tell what did not fit while reading.
+    """
+
+    model: Model
+    parts: Mapping[str, TensorRef]
+    padding: Mapping[str, TensorRef] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Part → the stored tensor it was read from, for messages."""
+
+    @property
+    def family(self) -> str:
+        return self.model.family
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Neutral facts of the model; ``mtp_layers`` is what is declared, ``mtp_stored`` what is there."""
+        return self.model.facts
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Parts that repeat another (an MTP layer's embedding, a tied head) → what they repeat."""
+        return self.model.copies
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ref.nbytes for ref in self.parts.values())
+
+
+def is_mtp(part: str) -> bool:
+    """Whether a part belongs to an MTP layer."""
+    return part.startswith("mtp.")
+
+
+def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> TensorMap:
+    """Normalise any checkpoint. Reads headers only.
+
+    What does not fit (a stored tensor nobody claims, a missing one, a wrong shape) becomes a finding of the map.
+    Raises FamilyError if no family or more than one fits and ``family`` does not decide.
+    """
+    from mtpcheck.normalise import read_tensor_map as read
+
+    return read(checkpoint, family)

@@ -1,0 +1,79 @@
+"""The real megatron-core loads what mtpcheck wrote, and every parameter is what it has to be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from .independent import Config, Spec, Tensors, expected_args, hf_to_megatron
+from .megatron_worker import STRICTNESS
+from .support import FIXTURES, HERE, NAMES, assert_same_bits, bits, convert, read_hf, run
+
+SPECS: tuple[Spec, ...] = ("local", "te")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    spec: Spec
+    config: Config
+    hf: Tensors
+    loaded: dict[str, Tensors]
+    args: Config
+    logits: Tensors  # none with the TE stand-in, which computes nothing
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, spec) for name in NAMES for spec in SPECS],
+    ids=lambda param: "-".join(param),
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, spec = request.param
+    work = tmp_path_factory.mktemp(f"{name}-{spec}")
+    out = work / "loaded"
+    checkpoint = convert(name, work / "megatron", spec)
+    te = (HERE / "fake_te",) if spec == "te" else ()
+    run(HERE / "megatron_worker.py", checkpoint, spec, out, python_path=te)
+    return Case(
+        name=name,
+        spec=spec,
+        config=json.loads((FIXTURES / name / "config.json").read_text()),
+        hf=read_hf(name),
+        loaded={strictness: load_file(out / f"{strictness}.safetensors") for strictness in STRICTNESS},
+        args=json.loads((out / "args.json").read_text()),
+        logits=load_file(out / "logits.safetensors") if spec == "local" else {},
+    )
+
+
+@pytest.mark.parametrize("strictness", STRICTNESS)
+def test_every_parameter_bit_for_bit(case: Case, strictness: str) -> None:
+    assert_same_bits(case.loaded[strictness], hf_to_megatron(case.hf, case.config, case.spec))
+
+
+def test_arguments_say_what_model_it_is(case: Case) -> None:
+    assert case.args == expected_args(case.hf, case.config)
+
+
+def test_megatron_computes_what_transformers_computes(case: Case) -> None:
+    """Proves the second opinion itself, and arguments that no shape depends on, such as the rotary base."""
+    if case.spec == "te":
+        pytest.skip("the stand-in for Transformer Engine computes nothing")
+    from transformers import AutoModelForCausalLM
+
+    source = FIXTURES / case.name
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = model(case.logits["ids"]).logits
+    actual = case.logits["logits"][..., : expected.shape[-1]]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_comparison_sees_the_sign_of_a_zero() -> None:
+    zero = torch.zeros(1, dtype=torch.bfloat16)
+    assert torch.equal(zero, -zero)
+    assert not torch.equal(bits(zero), bits(-zero))

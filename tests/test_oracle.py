@@ -1,0 +1,89 @@
+"""The parts of real Megatron checkpoints, run by a forward of our own, give megatron-core's own logits.
+
+A byte round trip cannot see a mistake that undoes itself on the way back; these tests can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.tensormap import read_tensor_map
+from tests.oracle import Logits, forward, read_parts
+
+SAMPLES = Path(__file__).parent.parent / "fixtures" / "megatron" / "core-0.16.1"
+CASES = ("dense_tp1", "tied_tp1", "dense2_tp1", "moegqa_tp1")
+SAME, DIFFERENT = 1e-5, 1e-3
+
+
+@dataclass(frozen=True)
+class Sample:
+    parts: dict[str, Tensor]
+    facts: dict[str, Any]
+    recorded: dict[str, Tensor]
+
+    def run(self, parts: dict[str, Tensor] | None = None, **wrong: bool) -> Logits:
+        return forward(
+            self.parts if parts is None else parts, self.facts, self.recorded["input_ids"], **wrong
+        )
+
+    def errors(self, logits: Logits) -> dict[str, float]:
+        """Largest difference from the recorded logits: of the model, and of each MTP layer."""
+        return {
+            name: (self.recorded[f"fp32.{name}"][..., : ours.shape[-1]] - ours).abs().max().item()
+            for name, ours in [
+                ("logits", logits.main),
+                *((f"mtp{i}.logits", mtp) for i, mtp in enumerate(logits.mtp)),
+            ]
+        }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    folder = SAMPLES / request.param
+    tensor_map = read_tensor_map(open_checkpoint(folder / "torch_dist"))
+    return Sample(read_parts(tensor_map), dict(tensor_map.facts), load_file(folder / "oracle.safetensors"))
+
+
+def exchanged(parts: dict[str, Tensor], a: str, b: str) -> dict[str, Tensor]:
+    """The parts with every `…a` and `…b` in each other's place."""
+    other = {name: name.removesuffix(a) + b for name in parts if name.endswith(a)}
+    assert other, f"no part is called …{a}"
+    return parts | {a: parts[b] for a, b in other.items()} | {b: parts[a] for a, b in other.items()}
+
+
+def test_logits_are_those_of_megatron(sample: Sample) -> None:
+    errors = sample.errors(sample.run())
+    mtp_layers = sum(name.startswith("fp32.mtp") and name.endswith(".logits") for name in sample.recorded)
+    assert len(errors) == 1 + mtp_layers
+    assert max(errors.values()) < SAME, errors
+
+
+def test_exchanged_projection_halves_show(sample: Sample) -> None:
+    errors = sample.errors(sample.run(exchanged(sample.parts, ".proj.embed", ".proj.hidden")))
+    assert errors.pop("logits") < SAME
+    assert min(errors.values()) > DIFFERENT, errors
+
+
+def test_hidden_from_before_the_final_norm_shows(sample: Sample) -> None:
+    errors = sample.errors(sample.run(feed_prenorm=True))
+    assert errors.pop("logits") < SAME
+    assert min(errors.values()) > DIFFERENT, errors
+
+
+def test_exchanged_gate_and_up_show(sample: Sample) -> None:
+    errors = sample.errors(sample.run(exchanged(sample.parts, ".gate", ".up")))
+    assert min(errors.values()) > DIFFERENT, errors
+
+
+def test_exchanged_gate_and_up_of_mtp_alone_show(sample: Sample) -> None:
+    mtp = {name: part for name, part in sample.parts.items() if name.startswith("mtp.")}
+    errors = sample.errors(sample.run(sample.parts | exchanged(mtp, ".gate", ".up")))
+    assert errors.pop("logits") < SAME
+    assert min(errors.values()) > DIFFERENT, errors
