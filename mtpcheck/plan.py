@@ -327,6 +327,8 @@ def _joined(a: Box, b: Box, axis: int) -> Box | None:
     if a.source is None:
         return _box(a.lo, size, None, 0, a.steps)
     step = a.steps[axis] if n > 1 else (b.offset - a.offset)
+    if step < 0:  # readers take the span from the first to the last byte
+        return None
     if b.offset != a.offset + n * step or (b.size[axis] > 1 and b.steps[axis] != step):
         return None
     return _box(a.lo, size, a.source, a.offset, _set(a.steps, axis, step))

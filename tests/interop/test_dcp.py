@@ -79,9 +79,7 @@ def test_every_item_is_a_whole_zip_that_torch_loads_safely(checkpoint: Path, met
 
 def test_items_lie_in_their_files_and_apart(checkpoint: Path, metadata: Metadata) -> None:
     ends = {path.name: 0 for path in checkpoint.glob("*.distcp")}
-    for place in sorted(
-        metadata.storage_data.values(), key=lambda place: (place.relative_path, place.offset)
-    ):
+    for place in sorted(metadata.storage_data.values(), key=lambda place: (place.relative_path, place.offset)):
         assert place.offset >= ends[place.relative_path]
         ends[place.relative_path] = place.offset + place.length
     for name, end in ends.items():
