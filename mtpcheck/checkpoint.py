@@ -75,7 +75,7 @@ def _iteration_folder(path: Path) -> Path:
     if not tracker.is_file():
         return path
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not text.isdecimal():
+    if text != "release" and not (text.isdecimal() and len(text) < 20):
         raise FormatError(f"{tracker}: expected an iteration number or 'release', got {text[:40]!r}")
     name = text if text == "release" else f"iter_{int(text):07d}"
     if not (path / name).is_dir():

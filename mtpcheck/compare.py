@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from mtpcheck.move import fill, slabs
-from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.move import Bytes, fill, scratch, slabs
+from mtpcheck.parallel import JOB, Alive, batches, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.tensormap import TensorRef
-
-_PIECE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +24,7 @@ class Difference:
     expected: bytes
     got: bytes
 
-    def merge(self, later: Difference | None) -> Difference:
-        if later is None:
-            return self
+    def merge(self, later: Difference) -> Difference:
         return Difference(self.elements + later.elements, self.first, self.expected, self.got)
 
 
@@ -37,8 +33,9 @@ def compare_all(
 ) -> dict[str, Difference]:
     """Compare named pairs of equal shape and item size; the result names only those that differ."""
     found: dict[str, Difference] = {}
-    for name, difference in in_parallel(_jobs(pairs, progress or Silent())):
-        if difference is not None:
+    jobs = (partial(_compare, progress or Silent(), pieces) for pieces in batches(_pieces(pairs)))
+    for differences in in_parallel(jobs):
+        for name, difference in differences:
             found[name] = found[name].merge(difference) if name in found else difference
     return found
 
@@ -55,43 +52,39 @@ def is_zero(ref: TensorRef) -> bool:
     return not differs(ref, TensorRef(ref.dtype, Plan.zeros(ref.plan.shape, ref.plan.itemsize)))
 
 
-_Job = Callable[[Alive], tuple[str, Difference | None]]
+_Piece = tuple[str, int, Plan, Plan]  # name, first byte, and both sides of it
+_Found = list[tuple[str, Difference]]
 
 
-def _jobs(pairs: Sequence[tuple[str, TensorRef, TensorRef]], progress: Progress) -> Iterator[_Job]:
+def _pieces(pairs: Sequence[tuple[str, TensorRef, TensorRef]]) -> Iterator[tuple[int, _Piece]]:
     for name, a, b in pairs:
-        for (at, part), (_, other) in zip(slabs(a.plan, _PIECE), slabs(b.plan, _PIECE), strict=True):
-            yield partial(_compare, name, at, part, other, progress)
+        for (at, part), (_, other) in zip(slabs(a.plan, JOB), slabs(b.plan, JOB), strict=True):
+            yield part.nbytes, (name, at, part, other)
 
 
-def _compare(
-    name: str, start: int, a: Plan, b: Plan, progress: Progress, alive: Alive
-) -> tuple[str, Difference | None]:
-    found: Difference | None = None
-    left = right = bytearray()
-    for (at, part), (_, other) in zip(slabs(a), slabs(b), strict=True):
-        alive()
-        n = part.nbytes
-        if len(left) < n:
-            left, right = bytearray(n), bytearray(n)
-        fill(part, memoryview(left)[:n])
-        fill(other, memoryview(right)[:n])
-        if not _same(left, right, n):
-            difference = _locate(left, right, n, start + at, a.itemsize)
-            found = found.merge(difference) if found else difference
-        progress.advance(n)
-    return name, found
+def _compare(progress: Progress, pieces: list[_Piece], alive: Alive) -> _Found:
+    found = []
+    for name, start, a, b in pieces:
+        for (at, part), (_, other) in zip(slabs(a), slabs(b), strict=True):
+            alive()
+            left, right = scratch(part.nbytes, "left"), scratch(part.nbytes, "right")
+            fill(part, left.data)
+            fill(other, right.data)
+            if not _same(left, right):
+                found.append((name, _locate(left, right, start + at, a.itemsize)))
+            progress.advance(part.nbytes)
+    return found
 
 
-def _same(left: bytearray, right: bytearray, n: int) -> bool:
-    words = n // 8
-    a, b = np.frombuffer(left, "u8", words), np.frombuffer(right, "u8", words)
-    return bool(np.array_equal(a, b)) and left[words * 8 : n] == right[words * 8 : n]
+def _same(left: Bytes, right: Bytes) -> bool:
+    whole = len(left) // 8 * 8  # eight bytes a step, and what is left over
+    if not np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64)):
+        return False
+    return whole == len(left) or np.array_equal(left[whole:], right[whole:])
 
 
-def _locate(left: bytearray, right: bytearray, n: int, start: int, itemsize: int) -> Difference:
-    a = np.frombuffer(left, f"V{itemsize}", n // itemsize)
-    b = np.frombuffer(right, f"V{itemsize}", n // itemsize)
+def _locate(left: Bytes, right: Bytes, start: int, itemsize: int) -> Difference:
+    a, b = left.view(f"V{itemsize}"), right.view(f"V{itemsize}")
     where = np.flatnonzero(a != b)
     first = int(where[0])
     return Difference(len(where), start // itemsize + first, a[first].tobytes(), b[first].tobytes())

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpcheck.data import check_keys
-from mtpcheck.errors import FamilyError, UnsupportedError
+from mtpcheck.errors import FamilyError, FormatError, UnsupportedError
 from mtpcheck.expr import evaluate
 
 MISSING = object()
+
+_POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab"}
+_COUNTS = {"layers", "ffn", "experts", "expert_ffn", "shared_experts", "dense_layers", "mtp_layers", *_POSITIVE}
+_MOST = {"layers": 10_000, "experts": 100_000}  # beyond any model; a file that says more would keep us busy for hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ def facts_from_config(
     """All facts that an HF config states. Raises UnsupportedError where a key has a value we cannot carry."""
     facts = dict(fixed)
     for row in rows:
-        found = next((v for v in (lookup(config, key) for key in row.keys) if v is not MISSING), MISSING)
+        key = next((key for key in row.keys if lookup(config, key) is not MISSING), row.keys[0])
+        found = lookup(config, key)
         if row.fact is None:
             if found is not MISSING and found != row.equals:
                 raise UnsupportedError(
@@ -110,7 +115,18 @@ def facts_from_config(
             facts[row.fact] = _default(row, facts)
         else:
             facts[row.fact] = found
+        _check_count(f"config.json: {key}", row.fact, facts)
     return facts
+
+
+def _check_count(what: str, fact: str | None, facts: Mapping[str, Any]) -> None:
+    """Raise FormatError if a fact that sizes the model is no whole number that can."""
+    value = facts.get(fact or "")
+    if fact not in _COUNTS or value is None:
+        return
+    least, most = int(fact in _POSITIVE), _MOST.get(fact, 1 << 40)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise FormatError(f"{what} is {value!r}, expected a whole number from {least} to {most}")
 
 
 def _default(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
@@ -163,6 +179,7 @@ def facts_from_args(rows: tuple[ArgRow, ...], args: Mapping[str, Any]) -> dict[s
                 raise UnsupportedError(f"Megatron argument {row.keys[0]} is {found!r}, expected {row.equals!r}")
         else:
             facts[row.fact] = _RULES[row.rule][1](row, found, facts)
+        _check_count(f"Megatron argument {row.keys[0]}", row.fact, facts)
     return facts
 
 

@@ -246,12 +246,13 @@ def family_names() -> tuple[str, ...]:
 def family_of_config(config: Mapping[str, Any]) -> Family:
     """The family that a Hugging Face config names. Raises FamilyError, naming the nearest, if none does."""
     model_type = config.get("model_type")
-    architectures = config.get("architectures") or []
+    named = config.get("architectures")
+    architectures = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
     known = {t: name for name in family_names() for t in load_family(name).model_types}
-    if model_type in known:
+    if isinstance(model_type, str) and model_type in known:
         return load_family(known[model_type])
     for name in family_names():
-        if set(architectures) & set(load_family(name).architectures):
+        if architectures & set(load_family(name).architectures):
             return load_family(name)
     near = get_close_matches(str(model_type), list(known), n=1, cutoff=0.3)
     hint = f"; the nearest known is {near[0]!r} (--family {known[near[0]]} insists)" if near else ""

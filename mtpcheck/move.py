@@ -6,6 +6,8 @@ strided copy. Which is faster where was measured, see docs/benchmarks.md.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from itertools import product
 from math import gcd
@@ -15,28 +17,62 @@ import numpy as np
 from mtpcheck.files import Source
 from mtpcheck.plan import Box, Plan, Shape, contiguous_steps
 
-SLAB = 1 << 20
+SLAB = 512 << 10
 """Bytes of one step: large enough to amortise a call, small enough to stay in a core's cache."""
 
 _DIRECT = 32 << 10  # runs at least this long are read in place, one call each
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+_own = threading.local()
+
+
+def scratch(nbytes: int, use: str) -> Bytes:
+    """Memory of the calling thread, valid until it asks for the same ``use`` again.
+
+    Memory made anew for every slab would be zeroed and faulted in every time, which costs as much as a comparison.
+    """
+    kept: Bytes | None = getattr(_own, use, None)
+    if kept is None or len(kept) < nbytes:
+        kept = np.empty(max(nbytes, SLAB), np.uint8)
+        setattr(_own, use, kept)
+    return kept[:nbytes]
+
 
 def slabs(plan: Plan, limit: int = SLAB) -> Iterator[tuple[int, Plan]]:
-    """Cut a plan into (first byte, sub-plan) along its leading axes, each at most ``limit`` bytes if it can be."""
+    """Cut a plan into (first byte, sub-plan) along its leading axes, each at most ``limit`` bytes if it can be.
+
+    The cuts depend on the shape alone: two plans of one shape are cut alike.
+    """
     yield from _slabs(plan, limit, 0)
 
 
 def _slabs(plan: Plan, limit: int, start: int) -> Iterator[tuple[int, Plan]]:
+    nbytes = plan.nbytes
     axis = next((i for i, n in enumerate(plan.shape) if n > 1), None)
-    if plan.nbytes <= limit or axis is None:
-        if plan.nbytes:
+    if nbytes <= limit or axis is None:
+        if nbytes:
             yield start, plan
         return
-    row = plan.nbytes // plan.shape[axis]
+    row = nbytes // plan.shape[axis]
     rows = max(1, limit // row)
     for i in range(0, plan.shape[axis], rows):
         part = plan.slice(axis, i, min(i + rows, plan.shape[axis]))
         yield from _slabs(part, limit, start + i * row)
+
+
+def _straight(plan: Plan) -> tuple[Source, int] | None:
+    """(source, offset) if the plan is one box that is one run of bytes. Unlike ``Plan.as_region`` it joins nothing."""
+    if len(plan.boxes) != 1:
+        return None
+    box, run = plan.boxes[0], plan.itemsize
+    if box.source is None:
+        return None
+    for n, step in zip(reversed(box.size), reversed(box.steps), strict=True):
+        if n > 1 and step != run:
+            return None
+        run *= n
+    return box.source, box.offset
 
 
 def fill(plan: Plan, buffer: memoryview) -> None:
@@ -44,6 +80,10 @@ def fill(plan: Plan, buffer: memoryview) -> None:
 
     Raises FormatError if a source ends early.
     """
+    straight = _straight(plan)
+    if straight is not None:
+        straight[0].read_into(buffer, straight[1])
+        return
     steps = contiguous_steps(plan.shape, plan.itemsize)
     for box in plan.boxes:
         start = sum(a * s for a, s in zip(box.lo, steps, strict=True))
@@ -52,6 +92,13 @@ def fill(plan: Plan, buffer: memoryview) -> None:
             _view(buffer, start, loops, run, 1)[...] = 0
         else:
             _copy(buffer, start, box.source, box.offset, loops, run)
+
+
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of ``data`` at ``offset`` of an open file."""
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def read_plan(plan: Plan) -> bytearray:
@@ -95,10 +142,10 @@ def _copy(buffer: memoryview, start: int, source: Source, offset: int, loops: _L
             at = offset + sum(i * loop[2] for i, loop in zip(index, loops, strict=True))
             source.read_into(buffer[to : to + run], at)
     elif span <= 8 * useful or (len(loops) == 1 and span <= 4 * SLAB):
-        scratch = bytearray(span)
-        source.read_into(memoryview(scratch), offset)
+        whole = scratch(span, "span").data
+        source.read_into(whole, offset)
         word = _word(run, loops)
-        np.copyto(_view(buffer, start, loops, run, 1, word), _view(memoryview(scratch), 0, loops, run, 2, word))
+        np.copyto(_view(buffer, start, loops, run, 1, word), _view(whole, 0, loops, run, 2, word))
     else:
         (n, to, at), inner = loops[0], loops[1:]
         for i in range(n):

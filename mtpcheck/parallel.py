@@ -11,6 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WORKERS = 2
+JOB = 16 << 20
+"""Bytes of one job: a large embedding is shared among the workers, small tensors share one job."""
+
 _AHEAD = 64  # jobs queued at a time, so that a list of a million is never held as futures
 
 Alive = Callable[[], None]
@@ -42,3 +45,17 @@ def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def batches(pieces: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Put consecutive (bytes, piece) together to lists of about ``JOB`` bytes."""
+    batch: list[T] = []
+    size = 0
+    for nbytes, piece in pieces:
+        batch.append(piece)
+        size += nbytes
+        if size >= JOB:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

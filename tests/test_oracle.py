@@ -18,7 +18,7 @@ from mtpcheck.tensormap import read_tensor_map
 from tests.oracle import Logits, forward, read_parts
 
 SAMPLES = Path(__file__).parent.parent / "fixtures" / "megatron" / "core-0.16.1"
-CASES = ("dense_tp1", "tied_tp1", "dense2_tp1", "moegqa_tp1")
+CASES = ("dense_tp1", "tied_tp1", "dense2_tp1", "moegqa_tp1", "moeall_tp1")
 SAME, DIFFERENT = 1e-5, 1e-3
 
 

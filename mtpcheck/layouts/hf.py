@@ -113,6 +113,8 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def _inside(folder: Path, name: str) -> Path:
     """``folder/name``, refusing what leads out of the folder; links within one Hub cache entry are followed."""
+    if "\0" in name:
+        raise FormatError(f"{folder}: {name!r} is no file name")
     path, root = folder / name, folder.resolve()
     roots = [root]
     if root.parent.name == "snapshots":
@@ -137,7 +139,7 @@ def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
         )
     raw = read(source, 8, length)
     try:
-        header = json.loads(raw, object_pairs_hook=_unique)
+        header = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
@@ -166,6 +168,8 @@ def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
+    for key in table:
+        key.encode()  # half a surrogate pair is a ValueError
     if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
@@ -176,7 +180,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        sound = isinstance(dtype, str) and whole and begin <= end
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:

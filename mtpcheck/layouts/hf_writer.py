@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,11 @@ from pathlib import Path
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from mtpcheck.layouts.hf import INDEX, header_entries, make_header
-from mtpcheck.move import fill, slabs
-from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.move import fill, scratch, slabs, write_at
+from mtpcheck.parallel import JOB, Alive, batches, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
 from mtpcheck.tensormap import TensorRef
-
-_PIECE = 32 << 20  # bytes of one job: a large embedding is shared among the workers
 
 
 @dataclass(frozen=True)
@@ -69,33 +67,30 @@ def _write_shard(path: Path, header: bytes, tensors: Mapping[str, TensorRef], pr
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.posix_fallocate(fd, 0, size)  # a full disk shows now and not after an hour
-        os.pwrite(fd, len(header).to_bytes(8, "little") + header, 0)
-        for _ in in_parallel(_pieces(fd, data, entries, tensors, progress)):
+        write_at(fd, len(header).to_bytes(8, "little") + header, 0)
+        jobs = (partial(_write, fd, progress, pieces) for pieces in batches(_pieces(data, entries, tensors)))
+        for _ in in_parallel(jobs):
             pass
     finally:
         os.close(fd)
 
 
+_Piece = tuple[int, Plan]  # first byte in the file, and what goes there
+
+
 def _pieces(
-    fd: int,
-    data: int,
-    entries: Mapping[str, tuple[str, tuple[int, ...], int]],
-    tensors: Mapping[str, TensorRef],
-    progress: Progress,
-) -> Iterator[Callable[[Alive], None]]:
+    data: int, entries: Mapping[str, tuple[str, tuple[int, ...], int]], tensors: Mapping[str, TensorRef]
+) -> Iterator[tuple[int, _Piece]]:
     for name, (_, _, begin) in entries.items():
-        for at, part in slabs(tensors[name].plan, _PIECE):
-            yield partial(_write_piece, fd, data + begin + at, part, progress)
+        for at, part in slabs(tensors[name].plan, JOB):
+            yield part.nbytes, (data + begin + at, part)
 
 
-def _write_piece(fd: int, start: int, plan: Plan, progress: Progress, alive: Alive) -> None:
-    buffer = memoryview(bytearray())
-    for at, part in slabs(plan):
-        alive()
-        if len(buffer) < part.nbytes:
-            buffer = memoryview(bytearray(part.nbytes))
-        fill(part, buffer[: part.nbytes])
-        done = 0
-        while done < part.nbytes:
-            done += os.pwrite(fd, buffer[done : part.nbytes], start + at + done)
-        progress.advance(part.nbytes)
+def _write(fd: int, progress: Progress, pieces: list[_Piece], alive: Alive) -> None:
+    for start, plan in pieces:
+        for at, part in slabs(plan):
+            alive()
+            slab = scratch(part.nbytes, "slab")
+            fill(part, slab.data)
+            write_at(fd, slab.data, start + at)
+            progress.advance(part.nbytes)

@@ -152,8 +152,21 @@ def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
     """
     _check_backend(folder)
     metadata = _read_metadata(folder / ".metadata")
-    items = _items(folder, metadata)
-    entries: dict[str, Any] = metadata.state_dict_metadata
+    try:
+        items = _items(folder, metadata)
+        tensors, passed_over = _entries(folder, metadata.state_dict_metadata, items, prefixes)
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise FormatError(f"{folder / '.metadata'}: malformed ({type(error).__name__}: {error})") from None
+    return TorchDistFolder(_args(folder, items), tensors, passed_over)
+
+
+def _entries(
+    folder: Path,
+    entries: dict[str, Any],
+    items: Mapping[str, list[tuple[Shape | None, _Item]]],
+    prefixes: tuple[str, ...],
+) -> tuple[dict[str, TensorRef], dict[str, tuple[int, int]]]:
+    """Weights of the model by name, and what else there is."""
     prefix = _prefix(entries, prefixes)
     tensors: dict[str, TensorRef] = {}
     passed_over: dict[str, tuple[int, int]] = {}
@@ -165,7 +178,7 @@ def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
             passed_over[kind] = (count + 1, nbytes + sum(item.length for _, item in own))
         elif not key.startswith(_COMMON_STATE):
             tensors[key.removeprefix(prefix)] = _tensor(folder, key, entry, own)
-    return TorchDistFolder(_args(folder, items), tensors, passed_over)
+    return tensors, passed_over
 
 
 def _check_backend(folder: Path) -> None:

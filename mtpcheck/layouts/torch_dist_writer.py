@@ -10,12 +10,13 @@ import io
 import json
 import os
 import pickle
+import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from itertools import accumulate, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtpcheck.dialect import ExtraState, Spec
-from mtpcheck.layouts.zipstore import TORCH_DTYPES, Section, write_archive
-from mtpcheck.move import fill, slabs
-from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.layouts.zipstore import TORCH_DTYPES, archive
+from mtpcheck.move import fill, scratch, slabs, write_at
+from mtpcheck.parallel import WORKERS, Alive, in_parallel
 from mtpcheck.plan import Plan, Shape
 from mtpcheck.progress import Progress
 
@@ -56,11 +57,11 @@ class StoredChunks:
 
 @dataclass(frozen=True)
 class _Job:
-    """One item to write: its index, and a function that writes it into a section and returns its length."""
+    """One item to write: its index, its bytes in the file, and a function that writes them at a place of a file."""
 
     index: MetadataIndex
     nbytes: int
-    write: Callable[[Section, Alive], int]
+    write: Callable[[int, int, Alive], None]
 
 
 def write_torch_dist(
@@ -124,26 +125,34 @@ def _placed(tensor: StoredChunks) -> Iterator[tuple[Shape, Plan]]:
 def _tensor_jobs(tensor: StoredChunks, progress: Progress) -> Iterator[_Job]:
     for at, plan in _placed(tensor):
         shape = (*(1 for _ in tensor.stack), *plan.shape)
+        nbytes = plan.nbytes + _around(tensor.dtype, shape, plan.nbytes)
         write = partial(_write_tensor, plan, tensor.dtype, shape, progress)
-        yield _Job(MetadataIndex(tensor.name, torch.Size(at)), plan.nbytes, write)
+        yield _Job(MetadataIndex(tensor.name, torch.Size(at)), nbytes, write)
 
 
-def _write_tensor(plan: Plan, dtype: str, shape: Shape, progress: Progress, out: Section, alive: Alive) -> int:
-    def chunks() -> Iterator[memoryview]:
-        buffer = memoryview(bytearray())
-        for _, part in slabs(plan):
-            alive()
-            if len(buffer) < part.nbytes:
-                buffer = memoryview(bytearray(part.nbytes))
-            fill(part, buffer[: part.nbytes])
-            yield buffer[: part.nbytes]
-            progress.advance(part.nbytes)
-
-    return write_archive(out, _pickled_tensor(dtype, shape), (plan.nbytes, chunks))
+@cache
+def _around(dtype: str, shape: Shape, nbytes: int) -> int:
+    """Bytes that an item adds to those of its tensor."""
+    return sum(map(len, archive(_pickled_tensor(dtype, shape), nbytes, 0)))
 
 
-def _write_object(data: bytes, out: Section, alive: Alive) -> int:
-    return out.write(data)
+def _write_tensor(plan: Plan, dtype: str, shape: Shape, progress: Progress, fd: int, start: int, alive: Alive) -> None:
+    pickled, crc = _pickled_tensor(dtype, shape), 0
+    payload = start + len(archive(pickled, plan.nbytes, crc)[0])
+    for at, part in slabs(plan):
+        alive()
+        slab = scratch(part.nbytes, "slab")
+        fill(part, slab.data)
+        crc = zlib.crc32(slab.data, crc)
+        write_at(fd, slab.data, payload + at)
+        progress.advance(part.nbytes)
+    head, tail = archive(pickled, plan.nbytes, crc)
+    write_at(fd, head, start)
+    write_at(fd, tail, payload + plan.nbytes)
+
+
+def _write_object(data: bytes, fd: int, start: int, alive: Alive) -> None:
+    write_at(fd, data, start)
 
 
 class _Storage:
@@ -176,6 +185,7 @@ class _Pending:
     shape: Shape
 
 
+@cache
 def _pickled_tensor(dtype: str, shape: Shape) -> bytes:
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=2).dump(_Pending(dtype, shape))
@@ -191,9 +201,9 @@ def _extra_names(extra: ExtraState) -> Iterator[str]:
 
 
 def _spread(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Cut the items, in order, into at least two files of about equal size."""
+    """Cut the items, in order, into files of about equal size, as many for every worker."""
     total = sum(job.nbytes for job in jobs)
-    count = max(2, -(-total // _FILE_BYTES))
+    count = WORKERS * max(1, -(-total // (WORKERS * _FILE_BYTES)))
     files: list[list[_Job]] = [[] for _ in range(count)]
     done = 0
     for job in jobs:
@@ -204,18 +214,13 @@ def _spread(jobs: Sequence[_Job]) -> list[list[_Job]]:
 
 def _write_file(folder: Path, number: int, jobs: Sequence[_Job], alive: Alive) -> dict[MetadataIndex, Any]:
     name = f"__0_{number}.distcp"
-    where: dict[MetadataIndex, Any] = {}
+    starts = list(accumulate((job.nbytes for job in jobs), initial=0))
     fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        at = 0
-        for job in jobs:
-            length = job.write(Section(partial(_write_at, fd), at), alive)
-            where[job.index] = _StorageInfo(name, at, length)
-            at += length
+        if starts[-1]:
+            os.posix_fallocate(fd, 0, starts[-1])  # a full disk shows now and not after an hour
+        for start, job in zip(starts, jobs, strict=False):
+            job.write(fd, start, alive)
     finally:
         os.close(fd)
-    return where
-
-
-def _write_at(fd: int, data: bytes | memoryview, offset: int) -> int:
-    return os.pwrite(fd, data, offset)
+    return {job.index: _StorageInfo(name, start, job.nbytes) for start, job in zip(starts, jobs, strict=False)}

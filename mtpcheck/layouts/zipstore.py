@@ -13,7 +13,8 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,58 +223,58 @@ def read_archive(source: Source, start: int, length: int, where: str, foreign: b
 
 # ---- writing
 
-
-class Section(io.RawIOBase):
-    """A writer that sees its first byte as byte 0, wherever it lies in the file below."""
-
-    def __init__(self, write_at: Callable[[bytes | memoryview, int], int], start: int) -> None:
-        self.write_at, self.start, self.position, self.length = write_at, start, 0, 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence] + offset
-        return self.position
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            done += self.write_at(view[done:], self.start + self.position + done)
-        self.position += done
-        self.length = max(self.length, self.position)
-        return done
-
-
+# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_DATE = 0x21  # 1 January 1980, the first day there is
+_LIMIT = 0xFFFFFFFF  # says that the true number is 64 bits wide and stands elsewhere
 _ALIGNMENT = 64  # torch.serialization's default storage alignment
 
 
-def write_archive(out: Section, pickled: bytes, payload: tuple[int, Callable[[], Any]] | None) -> int:
-    """Write a zip that ``torch.load`` opens: the pickle and at most one storage, given as (bytes, chunk iterator).
+def archive(pickled: bytes, nbytes: int, crc: int) -> tuple[bytes, bytes]:
+    """What stands before and after the one storage, of ``nbytes``, in a zip that ``torch.load`` opens.
 
-    Returns the length in bytes. CRCs are right.
+    Only the values depend on ``crc``, the CRC-32 of the storage, and no length does: the storage can be written first.
     """
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as zipped:
-        zipped.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled)
-        zipped.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
-        if payload is not None:
-            nbytes, chunks = payload
-            info = zipfile.ZipInfo("archive/data/0")
-            info.file_size = nbytes
-            big = nbytes > zipfile.ZIP64_LIMIT // 2
-            header = 30 + len(info.filename) + (20 if big else 0)
-            # padding goes into an extra field, whose own head takes four bytes
-            padding = -(out.tell() + header + 4) % _ALIGNMENT
-            info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-            with zipped.open(info, "w", force_zip64=big) as member:
-                for chunk in chunks():
-                    member.write(chunk)
-        zipped.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
-    return out.length
+    head, central = b"", b""
+    for name, data in ((b"archive/data.pkl", pickled), (b"archive/byteorder", b"little")):
+        central += _central(name, len(data), zlib.crc32(data), len(head))
+        head += _local(name, len(data), zlib.crc32(data)) + data
+    central += _central(b"archive/data/0", nbytes, crc, len(head))
+    head += _local(b"archive/data/0", nbytes, crc, len(head))
+    at = len(head) + nbytes
+    name, data = b"archive/version", b"3\n"
+    central += _central(name, len(data), zlib.crc32(data), at)
+    tail = _local(name, len(data), zlib.crc32(data)) + data
+    return head, tail + central + _end(4, len(central), at + len(tail))
+
+
+def _local(name: bytes, nbytes: int, crc: int, align_from: int | None = None) -> bytes:
+    """A member's header; with ``align_from``, its own place, padded so that the data after it are aligned."""
+    extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LIMIT else b""
+    if align_from is not None:
+        padding = -(align_from + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    size = min(nbytes, _LIMIT)
+    fields = (b"PK\3\4", 45 if size == _LIMIT else 20, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
+    return _LOCAL.pack(*fields) + name + extra
+
+
+def _central(name: bytes, nbytes: int, crc: int, at: int) -> bytes:
+    wide = [n for n in (nbytes, nbytes, at) if n >= _LIMIT]
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version, size = 45 if wide else 20, min(nbytes, _LIMIT)
+    fields = (b"PK\1\2", version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
+    return _CENTRAL.pack(*fields, 0, 0, 0, 0, min(at, _LIMIT)) + name + extra
+
+
+def _end(count: int, nbytes: int, at: int) -> bytes:
+    """The end of a zip whose central directory of ``nbytes`` stands at ``at``."""
+    end = _END.pack(b"PK\5\6", 0, 0, count, count, nbytes, min(at, _LIMIT), 0)
+    if at < _LIMIT:
+        return end
+    wide = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, nbytes, at)
+    return wide + _LOCATOR64.pack(b"PK\6\7", 0, at + nbytes, 1) + end

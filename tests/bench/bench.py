@@ -116,9 +116,9 @@ def work(command: str, first: Path, second: Path, runs: int) -> None:
         for _ in range(runs):
             if command == "convert":
                 shutil.rmtree(second, ignore_errors=True)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             _COMMANDS[command](first, second)
-            times.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start); print("cpu", time.process_time() - cpu)
     print(json.dumps({"times": times, "peak": memory.above}))
 
 if __name__=="__main__":

@@ -17,7 +17,10 @@ from .independent import Config, Tensors, hf_to_megatron
 from .support import FIXTURES, NAMES, assert_same_bits, convert, read_hf
 
 
-@pytest.fixture(scope="module", params=NAMES)
+GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"dcp-{name}")) for name in NAMES]
+
+
+@pytest.fixture(scope="module", params=GROUPED)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,0 +1,112 @@
+"""Checkpoints that megatron-core itself wrote: every topology and key form of one family is one tensor map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.convert import Options, convert
+from mtpcheck.tensormap import TensorMap, read_tensor_map
+from mtpcheck.verify import verify
+
+SAMPLES = Path(__file__).parent.parent / "fixtures" / "megatron"
+FAMILIES = {
+    "dense": ("qwen2", 1),
+    "dense_te": ("qwen2", 1),
+    "tied": ("qwen3", 1),
+    "dense2": ("llama", 2),
+    "moegqa": ("glm4_moe", 1),
+    "moegqa_te": ("glm4_moe", 1),
+    "moeall": ("glm4_moe", 1),
+}
+CASES = sorted(path.parent for path in SAMPLES.glob("core-*/*/torch_dist"))
+
+
+def group(case: Path) -> str:
+    """Cases whose weights are the same: everything before the topology, the TE spec apart."""
+    stem = case.name.split("_")[0]
+    return stem + "_te" if "_te_" in case.name else stem
+
+
+def parent(case: Path) -> Path:
+    return SAMPLES / "core-0.16.1" / f"{group(case)}_tp1" / "torch_dist"
+
+
+def open_map(folder: Path) -> TensorMap:
+    return read_tensor_map(open_checkpoint(folder))
+
+
+def read(tensor_map: TensorMap) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {part: (ref.dtype, ref.shape, ref.read()) for part, ref in tensor_map.parts.items()}
+
+
+def test_there_are_samples() -> None:
+    assert len(CASES) >= 19
+    assert {group(case) for case in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}-{case.name}")
+def test_every_key_form_and_topology_gives_the_same_map(case: Path) -> None:
+    found = open_map(case / "torch_dist")
+    assert (found.family, found.facts["mtp_layers"]) == FAMILIES[group(case)]
+    assert found.findings == ()
+    assert read(found) == read(open_map(parent(case)))
+    assert sum(part.startswith("mtp.") for part in found.parts) > 0
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+@pytest.mark.parametrize("name", [*FAMILIES])
+def test_to_hf_and_back_gives_it_again(name: str, spec: str, tmp_path: Path) -> None:
+    source = SAMPLES / "core-0.16.1" / f"{name}_tp1" / "torch_dist"
+    convert(source, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "back", options=Options(spec=spec))  # type: ignore[arg-type]
+    assert read(open_map(source)) == read(open_map(tmp_path / "back"))
+    assert verify(source, tmp_path / "hf").verdict == "holds"
+    assert verify(source, tmp_path / "back").verdict == "holds"
+
+
+def test_rows_beyond_the_vocabulary_are_reported(tmp_path: Path) -> None:
+    source = SAMPLES / "core-0.16.1" / "tied_tp1" / "torch_dist"
+    found = open_map(source)
+    assert found.parts["embed"].shape == (200, 64)
+    assert found.padding["embed"].shape == (56, 64)
+    assert any(found.padding["embed"].read())
+    converted = convert(source, tmp_path / "hf")
+    assert [f.check for f in converted.findings] == ["values.padding"]
+    convert(tmp_path / "hf", tmp_path / "back")
+    back = open_map(tmp_path / "back")
+    assert not any(back.padding["embed"].read())
+    report = verify(source, tmp_path / "back")
+    assert (report.verdict, [f.check for f in report.findings]) == ("holds", ["values.padding"])
+
+
+def test_optimizer_state_is_passed_over_and_counted() -> None:
+    opened = open_checkpoint(SAMPLES / "core-0.16.1" / "dense_tp1_optim" / "torch_dist")
+    assert opened.passed_over["optimizer and training state"][0] == 63
+    assert not any("optimizer" in name for name in opened.tensors)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "model.module.", "language_model."])
+def test_wrapper_prefixes_and_the_other_inner_name(prefix: str, tmp_path: Path) -> None:
+    """NeMo and VL models prefix their keys; hybrid models keep ``mtp_model_layer``."""
+    import shutil
+
+    from tests.megatron_edit import edit_metadata
+
+    folder = tmp_path / "iter_0000001"
+    shutil.copytree(parent(SAMPLES / "dense_tp1") / "iter_0000001", folder)
+
+    def respell(key: str) -> str:
+        return prefix + key.replace("transformer_layer", "mtp_model_layer")
+
+    def change(metadata: object) -> None:
+        metadata.state_dict_metadata = {respell(k): v for k, v in metadata.state_dict_metadata.items()}  # type: ignore[attr-defined]
+        for index in metadata.storage_data:  # type: ignore[attr-defined]
+            object.__setattr__(index, "fqn", respell(index.fqn))
+
+    edit_metadata(folder, change)
+    found = open_map(folder)
+    assert found.findings == ()
+    assert read(found) == read(open_map(parent(SAMPLES / "dense_tp1")))

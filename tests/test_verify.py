@@ -1,0 +1,188 @@
+"""Whatever changes between two checkpoints is named, and what is legal is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.convert import convert
+from mtpcheck.report.report import Report
+from mtpcheck.verify import verify
+from tests.megatron_edit import edit_args, flip_bit
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+Tensors = dict[str, torch.Tensor]
+
+
+def changed_tensors(name: str, folder: Path, change: Callable[[Tensors], None]) -> Path:
+    """A copy of an HF fixture in one file after ``change``."""
+    target = folder / "candidate"
+    shutil.copytree(FIXTURES / name, target)
+    tensors: Tensors = {}
+    for shard in target.glob("*.safetensors"):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def changed_config(name: str, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    target = Path(shutil.copytree(FIXTURES / name, folder / "candidate"))
+    config = json.loads((target / "config.json").read_text())
+    change(config)
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def failures(report: Report) -> list[tuple[str, str]]:
+    return [(f.check, f.subject) for f in report.failures]
+
+
+EH = "model.layers.3.eh_proj.weight"
+BIAS = "model.layers.3.mlp.gate.e_score_correction_bias"
+
+
+def test_other_shards_and_another_order_are_no_difference(tmp_path: Path) -> None:
+    same = changed_tensors("glm4_moe", tmp_path, lambda tensors: None)
+    report = verify(FIXTURES / "glm4_moe", same)
+    assert report.findings == []
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda t: t.pop(EH), ("presence.missing", EH)),
+        (lambda t: t.update({"model.layers.3.new": torch.zeros(1)}), ("presence.unclaimed", "model.layers.3.new")),
+        (lambda t: t.update({EH: t[EH].float()}), ("values.dtype", EH)),
+        (lambda t: t.update({EH: t[EH].view(torch.float16)}), ("values.dtype", EH)),
+        (lambda t: t.update({BIAS: t[BIAS][None]}), ("values.shape", BIAS)),
+        (lambda t: t.update({EH: t[EH].T.contiguous()}), ("values.shape", EH)),
+        (lambda t: t.update({EH: torch.cat(t[EH].chunk(2, 1)[::-1], 1)}), ("values.bits", EH)),
+        (lambda t: t.update({BIAS: t[BIAS].bfloat16().float()}), ("values.bits", BIAS)),
+        (lambda t: t.update({BIAS: t[BIAS].bfloat16()}), ("values.dtype", BIAS)),
+    ],
+)
+def test_every_change_of_a_tensor_is_named(
+    change: Callable[[Tensors], None], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    report = verify(FIXTURES / "glm4_moe", changed_tensors("glm4_moe", tmp_path, change))
+    assert (failures(report), report.exit_code) == ([expected], 1)
+
+
+def test_nan_payloads_and_the_sign_of_zero_count(tmp_path: Path) -> None:
+    def first(bits: int) -> Callable[[Tensors], None]:
+        def change(tensors: Tensors) -> None:
+            tensors[EH].view(torch.int16)[0, 0] = bits
+
+        return change
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    nan, zero = 0x7FC0, 0
+    for before, after in ((nan, nan + 1), (zero, -0x8000)):
+        for folder in ("a", "b"):
+            shutil.rmtree(tmp_path / folder)
+            (tmp_path / folder).mkdir()
+        a = changed_tensors("glm4_moe", tmp_path / "a", first(before))
+        b = changed_tensors("glm4_moe", tmp_path / "b", first(after))
+        report = verify(a, b)
+        assert failures(report) == [("values.bits", EH)]
+        assert "1 of 8,192 elements differ, first at [0, 0]" in report.failures[0].message
+        assert (tmp_path / "b" / "candidate" / "model.safetensors").name in report.failures[0].where
+        assert verify(a, a).exit_code == 0
+    assert (report.failures[0].expected, report.failures[0].got) == ("0x0000 (0.0)", "0x8000 (-0.0)")
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "subject", "words"),
+    [
+        (lambda c: c.pop("num_nextn_predict_layers"), "declaration.mtp", "num_nextn_predict_layers", "is gone"),
+        (lambda c: c.update(num_nextn_predict_layers=2), "declaration.mtp", "num_nextn_predict_layers", "changed"),
+        (lambda c: c.update(text_config={"num_nextn_predict_layers": c.pop("num_nextn_predict_layers")}),
+         "declaration.mtp", "num_nextn_predict_layers", "moved to text_config.num_nextn_predict_layers"),
+        (lambda c: c.update(num_mtp_layers=c.pop("num_nextn_predict_layers")),
+         "declaration.mtp", "num_nextn_predict_layers", "renamed to num_mtp_layers"),
+        (lambda c: c.pop("pad_token_id"), "declaration.config", "pad_token_id", "is gone"),
+        (lambda c: c.update(rope_theta=1), "declaration.config", "rope_theta", "changed"),
+        (lambda c: c.update(rope_theta=float(c["rope_theta"])), "declaration.config", "rope_theta", "changed"),
+    ],
+)  # fmt: skip
+def test_every_change_of_the_config_is_named(
+    change: Callable[[dict[str, Any]], None], check: str, subject: str, words: str, tmp_path: Path
+) -> None:
+    report = verify(FIXTURES / "glm4_moe", changed_config("glm4_moe", tmp_path, change))
+    found = [(f.check, f.subject, f.message + " " + f.cause) for f in report.failures]
+    assert any(c == check and s == subject and words in text for c, s, text in found), found
+    assert report.exit_code == 1
+
+
+def test_the_version_of_transformers_is_no_part_of_the_model(tmp_path: Path) -> None:
+    candidate = changed_config("glm4_moe", tmp_path, lambda c: c.update(transformers_version="9.9"))
+    assert verify(FIXTURES / "glm4_moe", candidate).exit_code == 0
+
+
+def test_another_known_spelling_is_a_note(tmp_path: Path) -> None:
+    def respell(config: dict[str, Any]) -> None:
+        config["dtype"] = config.pop("torch_dtype")
+        config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
+
+    report = verify(FIXTURES / "qwen2_mtp", changed_config("qwen2_mtp", tmp_path, respell))
+    assert report.exit_code == 0
+    assert {f.subject for f in report.findings if f.severity == "note"} == {"torch_dtype", "rope_theta"}
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_flipped_bit_anywhere_is_named(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    name = data.draw(st.sampled_from(["glm4_moe", "qwen2_mtp", "qwen3_mtp", "llama_mtp"]))
+    folder = tmp_path_factory.mktemp("flip")
+    candidate = Path(shutil.copytree(FIXTURES / name, folder / "candidate"))
+    tensors = open_checkpoint(candidate).tensors
+    tensor = data.draw(st.sampled_from(sorted(tensors)))
+    box = tensors[tensor].plan.boxes[0]
+    offset = data.draw(st.integers(0, tensors[tensor].nbytes - 1))
+    flip_bit(Path(box.source.name), box.offset + offset, data.draw(st.integers(0, 7)))  # type: ignore[union-attr]
+    report = verify(FIXTURES / name, candidate)
+    assert failures(report) == [("values.bits", tensor)]
+    assert f"byte {box.offset + offset - offset % tensors[tensor].plan.itemsize:,}" in report.failures[0].where
+    shutil.rmtree(folder)
+
+
+def test_megatron_against_megatron(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        convert(FIXTURES / "llama_mtp", tmp_path / folder)
+    assert verify(tmp_path / "a", tmp_path / "b").findings == []
+    edit_args(tmp_path / "b" / "release", rotary_base=7)
+    assert failures(verify(tmp_path / "a", tmp_path / "b")) == [("declaration.config", "rope_theta / rotary_base")]
+
+
+def test_only_mtp_leaves_the_trunk_alone(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] += 1
+
+    candidate = changed_tensors("glm4_moe", tmp_path, change)
+    assert verify(FIXTURES / "glm4_moe", candidate).exit_code == 1
+    assert verify(FIXTURES / "glm4_moe", candidate, only_mtp=True).exit_code == 0
+
+
+def test_a_lost_mtp_layer_fails_against_its_reference(tmp_path: Path) -> None:
+    """What transformers' own load and save does: the tensors go, the declaration stays."""
+    candidate = changed_tensors(
+        "glm4_moe", tmp_path, lambda t: [t.pop(k) for k in list(t) if k.startswith("model.layers.3.")]
+    )
+    report = verify(FIXTURES / "glm4_moe", candidate)
+    assert ("declaration.count", "MTP layers") in failures(report)
+    assert sum(check == "presence.missing" for check, _ in failures(report)) == 34
