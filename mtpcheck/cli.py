@@ -6,6 +6,7 @@ stdout carries the result, stderr progress and complaints. Exit codes: 0 holds, 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mtpcheck.report.report import Report
+
+_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,9 +88,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def inspect(ckpt: Source, family: Family = None, as_json: Json = False) -> int:
     """What is declared, what is stored, from headers alone."""
     from mtpcheck.inspect import inspect as run
+    from mtpcheck.report import machine
     from mtpcheck.report.inspection import render
 
-    found = run(ckpt, family)
+    try:
+        found = run(ckpt, family)
+    except Exception as error:
+        if as_json:
+            typer.echo(machine.error_json("inspect", [str(ckpt)], _sentence(error)))
+        raise
     if as_json:
         document = {**asdict(found), "findings": [f.as_dict() for f in found.findings]}
         typer.echo(json.dumps({"schema_version": 1, "command": "inspect", **document}, indent=2))
@@ -174,6 +183,8 @@ def convert(
         converted = run(src, dst, to.value if to else None, family, options, progress)
     if not quiet:
         render_converted(converted, _console())
+    elif converted.exit_code != HOLDS:
+        _complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
     return converted.exit_code
 
 
@@ -195,13 +206,15 @@ def _judged(
     from mtpcheck.report import machine
 
     names = [str(subject) for subject in subjects]
-    wanted = [_target(text) for text in targets or ()]
+    wanted: list[tuple[str, Path]] = []
     try:
+        wanted = [_target(text, subjects) for text in targets or ()]
         report = judge()
-    except MtpcheckError as error:
-        _write(wanted, {"json": machine.error_json, "junit": machine.error_junit}, command, names, str(error))
+    except Exception as error:
+        what = command, names, _sentence(error)
+        _write(wanted, {"json": machine.error_json, "junit": machine.error_junit}, *what)
         if as_json:
-            typer.echo(machine.error_json(command, names, str(error)))
+            typer.echo(machine.error_json(*what))
         raise
     if no_acceptance:
         report.skip("acceptance", "--no-acceptance was given")
@@ -218,16 +231,26 @@ def _judged(
     return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
 
 
-def _target(text: str) -> tuple[str, Path]:
-    kind, _, path = text.partition("=")
-    if kind not in ("json", "junit") or not path:
+def _target(text: str, subjects: list[Path]) -> tuple[str, Path]:
+    """Format and path of a report. Refused now what would fail after an hour, or write into a checkpoint."""
+    kind, _, name = text.partition("=")
+    path = Path(name)
+    if kind not in ("json", "junit") or not name:
         raise UsageError(f"--report {text}: expected json=PATH or junit=PATH")
-    return kind, Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--report {text}: {path} is a folder, or lies in none that exists")
+    if any(path.resolve().is_relative_to(subject.resolve()) for subject in subjects):
+        raise UsageError(f"--report {text}: lies inside a checkpoint; name a file outside it")
+    return kind, path
 
 
 def _write(wanted: list[tuple[str, Path]], renderers: dict[str, Callable[..., str]], *what: Any) -> None:
     for kind, path in wanted:
-        path.write_text(renderers[kind](*what), encoding="utf-8")
+        path.write_text(renderers[kind](*what), encoding="utf-8", errors="backslashreplace")
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, MtpcheckError) else f"{type(error).__name__}: {error}"
 
 
 def _console() -> Console:
@@ -246,40 +269,51 @@ def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code; the one place that turns errors into codes."""
-    import click
-
     try:
-        result = app(arguments, standalone_mode=False)
-        return result if isinstance(result, int) else HOLDS
-    except click.ClickException as error:
-        error.show()
-        return COULD_NOT_JUDGE
+        result = app(arguments, standalone_mode=False, prog_name="mtpcheck")
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        result = _INTERRUPTED
+    except SystemExit as error:  # from _on_sigterm; typer's own, a 1, means that nobody reads stdout any more
+        result = error.code if error.code == _TERMINATED else _pipe_closed()
     except MtpcheckError as error:
         _complain(str(error))
         if isinstance(error, CheckpointFails):
             for finding in error.findings[:20]:
                 _complain(f"  {finding.check}  {finding.subject}: {finding.message}", label="")
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        _complain("interrupted; nothing was left behind")
-        return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return COULD_NOT_JUDGE
+        return _pipe_closed()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _complain(f"{where}{error.strerror or error}; nothing was left behind")
         return COULD_NOT_JUDGE
-    except Exception:
+    except Exception as error:
+        if callable(show := getattr(error, "show", None)):  # a usage error; its class is typer's or click's
+            show()
+            return COULD_NOT_JUDGE
         traceback.print_exc()
         _complain("this is a fault of mtpcheck, not of the checkpoint; please report it with the lines above")
         return COULD_NOT_JUDGE
+    if result in (_INTERRUPTED, _TERMINATED):
+        _complain("interrupted; nothing was left behind")
+    return result if isinstance(result, int) else HOLDS
+
+
+def _pipe_closed() -> int:
+    """Keep the interpreter from complaining, at its end, that stdout cannot be flushed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return COULD_NOT_JUDGE
 
 
 def _complain(sentence: str, label: str = "mtpcheck: ") -> None:
-    print(label + sentence, file=sys.stderr)
+    from mtpcheck.report.finding import printable
+
+    print(label + printable(sentence), file=sys.stderr)
 
 
 def main() -> NoReturn:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack →, a path may be no UTF-8
     signal.signal(signal.SIGTERM, _on_sigterm)
     sys.exit(run())

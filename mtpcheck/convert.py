@@ -50,7 +50,11 @@ class Converted:
     @property
     def exit_code(self) -> int:
         """1 if the source declares other MTP layers than it stores: it was converted as it is, and says so."""
-        return FAILS if any(f.severity is Severity.FAILURE for f in self.findings) else HOLDS
+        return FAILS if self.failures else HOLDS
+
+    @property
+    def failures(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity is Severity.FAILURE]
 
 
 def other_layout(layout: Layout) -> Layout:
@@ -152,6 +156,9 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             raise UsageError(f"{target}: appeared while it was being written; nothing was overwritten")
         building.rename(target)
+    except OSError as error:
+        error.filename = error.filename or str(target)  # a failed write knows only its descriptor
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

@@ -164,12 +164,16 @@ def _copy(value: Any) -> Any:
 # ---- Megatron
 
 
-def facts_from_args(rows: tuple[ArgRow, ...], args: Mapping[str, Any]) -> dict[str, Any]:
-    """All facts that Megatron arguments state; rows are read in order, so that later ones may use earlier facts.
+def facts_from_args(
+    rows: tuple[ArgRow, ...], args: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All facts that Megatron arguments state, added to those already ``known``.
+
+    Rows are read in order, so that later ones may use earlier facts.
 
     Raises UnsupportedError where an argument has a value we cannot carry.
     """
-    facts: dict[str, Any] = {}
+    facts = dict(known or {})
     for row in rows:
         found = next((args[key] for key in row.keys if key in args), row.default)
         if found is MISSING or (row.beside and not facts.get(row.beside)):
@@ -206,12 +210,11 @@ def _first_dense(row: ArgRow, dense: Any, facts: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any]) -> Any:
-    layers = facts.get("layers", 0)
     if not facts.get("experts"):
         return None
     if isinstance(frequency, list):
         dense = frequency.index(1) if 1 in frequency else len(frequency)
-        if frequency == [0] * dense + [1] * (layers - dense):
+        if frequency == [0] * dense + [1] * ((facts.get("layers") or len(frequency)) - dense):
             return dense
     elif frequency == 1:
         return 0

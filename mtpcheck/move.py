@@ -44,7 +44,7 @@ def slabs(plan: Plan, limit: int = SLAB) -> Iterator[tuple[int, Plan]]:
 
     The cuts depend on the shape alone: two plans of one shape are cut alike.
     """
-    yield from _slabs(plan, limit, 0)
+    return _slabs(plan, limit, 0)
 
 
 def _slabs(plan: Plan, limit: int, start: int) -> Iterator[tuple[int, Plan]]:

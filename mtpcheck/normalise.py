@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
-from mtpcheck.facts import facts_from_args, facts_from_config
+from mtpcheck.facts import MISSING, facts_from_args, facts_from_config, lookup
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
@@ -49,24 +50,61 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
             raise FamilyError(f"{family.name} has {fact} {value!r}, this checkpoint's arguments say {facts[fact]!r}")
     facts.update(family.all_fixed)
     _check_known(family, facts)
-    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
-    rows_stored = embedding.shape[0] if embedding is not None else 0
     notes: list[Finding] = []
     if facts.get("vocab") is None:
-        facts["vocab"] = rows_stored
-        notes.append(note("values.padding", "embed", f"true vocabulary size not stored; all {rows_stored} rows count"))
+        facts["vocab"] = rows = _embedding_rows(checkpoint)
+        notes.append(note("values.padding", "embed", f"true vocabulary size not stored; all {rows} rows count"))
     stored = checkpoint.tensors.keys()
     model = _with_stored_layers(
         family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
     )
-    padded = max(rows_stored, facts["vocab"])
-    rows = dialect.rows(model, "te", padded, stored).rows
-    return _claim(model, rows, checkpoint, notes)
+    return _claim(model, _megatron_rows(checkpoint, model), checkpoint, notes)
+
+
+def _embedding_rows(checkpoint: Checkpoint) -> int:
+    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
+    return embedding.shape[0] if embedding is not None else 0
+
+
+def _megatron_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
+    """Rows of ``model`` in the form that this checkpoint has."""
+    padded = max(_embedding_rows(checkpoint), model.facts["vocab"])
+    return load_dialect().rows(model, "te", padded, checkpoint.tensors.keys()).rows
+
+
+def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
+    """Read a checkpoint as the model that ``reference`` is, whatever it says of itself.
+
+    What it says stands in the facts of the result, and is compared; an argument that cannot be read is a finding.
+    """
+    rows = reference.model.rows if checkpoint.layout == "hf" else _megatron_rows(checkpoint, reference.model)
+    stored = {
+        part.split(".")[1] for row in rows if row.name in checkpoint.tensors for part in row.parts if is_mtp(part)
+    }
+    facts, findings = _own_facts(checkpoint, reference)
+    model = replace(reference.model, facts={**facts, "mtp_stored": len(stored)})
+    return _claim(model, rows, checkpoint, findings)
+
+
+def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, Any], list[Finding]]:
+    """Facts that a checkpoint states, as far as they can be read; of an HF config the declaration alone."""
+    if checkpoint.config is not None:
+        keys = load_family(reference.family).declared_by
+        said = (lookup(checkpoint.config, key) for key in keys)
+        return {**reference.facts, "mtp_layers": next((v for v in said if v is not MISSING), 0)}, []
+    facts: dict[str, Any] = {}
+    findings = []
+    for row in load_dialect().args:
+        try:
+            facts.update(facts_from_args((row,), checkpoint.args or {}, facts))
+        except UnsupportedError as error:
+            findings.append(failure("declaration.config", row.keys[0], str(error), where=str(checkpoint.folder)))
+    return facts, findings
 
 
 def _check_known(family: Family, facts: Mapping[str, Any]) -> None:
-    needed = {row.fact for row in family.all_config if row.fact and row.default is None}
-    needed |= {"layers", "hidden", "heads", "groups", "head_dim"}
+    needed = {row.fact for row in family.all_config if row.fact and row.default is MISSING}
+    needed |= {"groups", "head_dim"}
     missing = sorted(fact for fact in needed if facts.get(fact) is None)
     if missing:
         raise UnsupportedError(f"the stored training arguments do not tell {', '.join(missing)} for {family.name}")

@@ -13,10 +13,10 @@ from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import compare_files, names_of
 from mtpcheck.convert import Options, check_space, convert, other_layout
-from mtpcheck.errors import UsageError
+from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.progress import bar
-from mtpcheck.report.report import Report
-from mtpcheck.tensormap import TensorMap, read_tensor_map
+from mtpcheck.report.report import Report, of_group
+from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 from mtpcheck.verify import compare_checkpoints, require_mtp, summary
 
 
@@ -39,15 +39,19 @@ def roundtrip(
     require_mtp(a, a_map, allow_no_mtp)
     middle = other_layout(a.layout)
     report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, middle, a.layout))
-    with _workspace(Path(source), workdir, keep) as folder:
-        check_space(folder, 2 * a.nbytes)
-        there, back = folder / middle, folder / a.layout
-        with bar("there", a_map.nbytes, show_progress) as progress:
-            out = convert(source, there, family=a_map.family, options=options, progress=progress)
-        with bar("back", a_map.nbytes, show_progress) as progress:
-            convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
-        _judge(report, _Stage(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
-        report.include(out.findings)
+    try:
+        with _workspace(Path(source), workdir, keep) as folder:
+            check_space(folder, 2 * a.nbytes)
+            there, back = folder / middle, folder / a.layout
+            with bar("there", a_map.nbytes, show_progress) as progress:
+                out = convert(source, there, family=a_map.family, options=options, progress=progress)
+            with bar("back", a_map.nbytes, show_progress) as progress:
+                convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
+            _judge(report, _Stage(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
+            report.include(out.findings)
+    except CheckpointFails as error:  # a verdict, if an early one
+        for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
+            report.add(group, of_group(error.findings, group), "the conversion stopped here")
     report.skip("acceptance", "this version has no draft probe")
     return report
 
@@ -61,7 +65,7 @@ def _same_form(a: Checkpoint, options: Options | None) -> Options:
 
 def _reopen(folder: Path, source: TensorMap) -> _Stage:
     opened = open_checkpoint(folder)
-    return _Stage(opened, read_tensor_map(opened, source.family))
+    return _Stage(opened, read_like(opened, source))
 
 
 @dataclass(frozen=True)

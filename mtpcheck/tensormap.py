@@ -104,3 +104,13 @@ def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> Tensor
     from mtpcheck.normalise import read_tensor_map as read
 
     return read(checkpoint, family)
+
+
+def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
+    """Normalise a checkpoint that is to be held against ``reference``, through the reference's own rows.
+
+    Whatever it lacks, adds or says differently is a finding, or shows in the facts of the result.
+    """
+    from mtpcheck.normalise import read_like as read
+
+    return read(checkpoint, reference)

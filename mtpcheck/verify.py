@@ -13,7 +13,7 @@ from mtpcheck.family import load_family
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding
 from mtpcheck.report.report import Report, of_group
-from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_tensor_map
+from mtpcheck.tensormap import TensorMap, is_mtp, read_like, read_tensor_map
 
 
 def verify(
@@ -31,7 +31,7 @@ def verify(
     """
     a, b = open_checkpoint(reference), open_checkpoint(candidate)
     a_map = read_tensor_map(a, family)
-    b_map = read_tensor_map(b, a_map.family)
+    b_map = read_like(b, a_map)
     require_mtp(a, a_map, allow_no_mtp)
     report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, b.layout))
     compare_checkpoints(report, a, a_map, b, b_map, only_mtp, show_progress)
@@ -69,24 +69,27 @@ def compare_checkpoints(
 ) -> None:
     """Add structure, presence, declaration and values of ``b`` against ``a`` to a report."""
     structure = of_group((*a.findings, *b.findings), "structure")
-    report.add("structure", structure, f"{len(a.tensors)} stored tensors ({a.layout}), {len(b.tensors)} ({b.layout})")
+    report.add("structure", structure, f"{_stored(a)}; {_stored(b)}")
     found: list[Finding]
-    with bar("comparing", a_map.nbytes if only_mtp else a.nbytes, show_progress) as progress:
+    mtp = _mtp_names(a_map)
+    with bar("comparing", a.nbytes, show_progress) as progress:
         if a.layout == b.layout == "hf":
             left, right = dict(a.tensors), dict(b.tensors)
             if only_mtp:
-                left, right = _mtp_only(left, a_map), _mtp_only(right, b_map)
+                left = {name: ref for name, ref in left.items() if name in mtp}
+                right = {name: ref for name, ref in right.items() if name in _mtp_names(b_map)}
             found = list(compare_stored(left, right, progress))
-            count, nbytes = len(left), sum(ref.nbytes for ref in left.values())
+            compared, own = left, sum(name in mtp for name in left)
         else:
             presence = [*of_group(a_map.findings, "presence"), *of_group(b_map.findings, "presence")]
             if only_mtp:
                 a_map, b_map = mtp_part(a_map), mtp_part(b_map)
             found = [*presence, *of_group(b_map.findings, "values"), *compare_maps(a_map, b_map, progress)]
-            count, nbytes = len(a_map.parts), a_map.nbytes
-    mtp = sum(1 for part in a_map.parts if is_mtp(part))
-    report.add("presence", of_group(found, "presence"), f"{count} tensors, {mtp} parts in MTP layers")
-    report.add("declaration", _declaration(a, a_map, b, b_map), _declared(a_map, b_map))
+            compared, own = dict(a_map.parts), sum(is_mtp(part) for part in a_map.parts)
+    nbytes = sum(ref.nbytes for ref in compared.values())
+    report.add("presence", of_group(found, "presence"), f"{len(compared):,} tensors, {own:,} of them in MTP layers")
+    declared = f"{declaration(a, a_map)} → {declaration(b, b_map)}"
+    report.add("declaration", _declaration(a, a_map, b, b_map), declared)
     report.add("values", of_group(found, "values"), f"{nbytes:,} bytes compared bit for bit")
 
 
@@ -95,11 +98,22 @@ def _declaration(a: Checkpoint, a_map: TensorMap, b: Checkpoint, b_map: TensorMa
     counts = [f for f in check_count(b_map, str(b.path))]
     if a.config is not None and b.config is not None:
         return [*counts, *compare_configs(a.config, b.config, config)]
+    counts += of_group(b_map.findings, "declaration")
     return [*counts, *compare_facts(a_map, b_map, config, load_dialect().args)]
 
 
-def _declared(a_map: TensorMap, b_map: TensorMap) -> str:
-    return f"{a_map.facts.get('mtp_layers') or 0} → {b_map.facts.get('mtp_layers') or 0} MTP layers declared"
+def declaration(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
+    """How a checkpoint declares its MTP layers, as ``key=count``."""
+    if checkpoint.config is None:
+        return f"mtp_num_layers={(checkpoint.args or {}).get('mtp_num_layers')}"
+    keys = load_family(tensor_map.family).declared_by
+    said = [f"{key}={checkpoint.config[key]}" for key in keys if key in checkpoint.config]
+    return ", ".join(said) or "nothing"
+
+
+def _stored(checkpoint: Checkpoint) -> str:
+    passed = "".join(f", {count:,} {kind} passed over" for kind, (count, _) in checkpoint.passed_over.items())
+    return f"{len(checkpoint.tensors):,} tensors in {checkpoint.layout}{passed}"
 
 
 def mtp_part(tensor_map: TensorMap) -> TensorMap:
@@ -108,6 +122,6 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
     return TensorMap(tensor_map.model, parts, {}, tensor_map.findings, tensor_map.names)
 
 
-def _mtp_only(stored: dict[str, TensorRef], tensor_map: TensorMap) -> dict[str, TensorRef]:
-    names = {row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}
-    return {name: ref for name, ref in stored.items() if name in names}
+def _mtp_names(tensor_map: TensorMap) -> set[str]:
+    """HF names of all tensors in MTP layers."""
+    return {row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}

@@ -161,7 +161,7 @@ HF: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "entry no object": ("qwen2_mtp", header(lambda table, a, b: table.update({a: 7})), (SINGLE, "malformed")),
     "unknown dtype": ("qwen2_mtp", entry(dtype="Q7"), (SINGLE, "unknown dtype 'Q7'")),
     "dtype no name": ("qwen2_mtp", entry(dtype=[]), (SINGLE, "malformed")),
-    "beyond the file": ("qwen2_mtp", entry(shape=[1 << 50], data_offsets=[0, 1 << 51]), (SINGLE, "starts at data byte")),
+    "beyond the file": ("qwen2_mtp", entry(shape=[1 << 50], data_offsets=[0, 1 << 51]), (SINGLE, "starts at data")),
     "no config": ("qwen2_mtp", removed("config.json"), ("config.json", "no such file")),
     "no weights": ("qwen2_mtp", removed(SINGLE), ("no safetensors",)),
     "config no JSON": ("qwen2_mtp", written("config.json", b"{"), ("config.json", "not valid JSON")),
@@ -350,21 +350,43 @@ def test_damaged_candidate(case: str, yard: MakeYard, cli: Cli) -> None:
     check_refused(cli("verify", fixture_path("qwen2_mtp"), place.source), place, before, words)
 
 
-def test_item_that_is_another_tensor(yard: MakeYard, cli: Cli) -> None:
-    """Headers alone look sound; the first read of the payload tells."""
-    place = yard("dense_tp1")
+def swapped(folder: Path) -> None:
+    """Let the embedding lie where a norm does."""
 
-    def swap(content: Any) -> None:
+    def edit(content: Any) -> None:
         embedding, norm = (
             next(i for i in content.storage_data if what in i.fqn) for what in ("word_emb", "decoder.final_layernorm")
         )
         content.storage_data[embedding] = content.storage_data[norm]
 
-    metadata(swap)(place.source)
+    metadata(edit)(folder)
+
+
+def evil_item(folder: Path) -> None:
+    """Let the embedding be an object that runs a command."""
+    import torch
+
+    file = next(folder.glob("iter_*")) / "__0_9.distcp"
+    torch.save(Evil(), file)
+    relocated(relative_path=file.name, offset=0, length=file.stat().st_size)(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(swapped, (".metadata promises", "the item holds")), (evil_item, ("posix.system", "nothing was run"))],
+)
+def test_item_is_not_what_it_should_be(
+    damage: Damage, words: tuple[str, ...], yard: MakeYard, cli: Cli, sentinel: Path
+) -> None:
+    """Headers alone look sound; the first read of the payload tells."""
+    place = yard("dense_tp1")
+    damage(place.source)
     before = digest(place.source)
-    for command in ("convert", "roundtrip", "verify"):
-        words = ("__0_", "word_embeddings", ".metadata promises", "the item holds")
-        check_refused(cli(command, *arguments(command, place)), place, before, words)
+    for more in (["convert", place.source, place.target], ["roundtrip", place.source]):
+        check_refused(cli(*more), place, before, ("__0_", "word_embeddings", *words))
+    check_refused(cli("verify", fixture_path("dense_tp1"), place.source), place, before, words)
+    assert cli("inspect", place.source).code == 0
+    assert not sentinel.exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -437,15 +459,17 @@ def own_values() -> dict[str, Any]:
 def test_harmless_classes_in_arguments(values: Callable[[], dict[str, Any]], yard: MakeYard, cli: Cli) -> None:
     import torch
 
-    place = yard("dense_tp1")
-    path = next(place.source.glob("iter_*")) / "common.pt"
+    place = yard("qwen2_mtp")
+    assert cli("convert", place.source, place.target).code == 0
+    path = place.target / "release" / "common.pt"
     state = torch.load(path, weights_only=False)
     vars(state["args"]).update(values())
     torch.save(state, path)
     sys.modules.pop("mycompany.args", None)
-    outcome = cli("convert", place.source, place.target)
+    outcome = cli("convert", place.target, place.out / "back")
     assert outcome.code == 0, outcome.err
     assert "mycompany.args" not in sys.modules
+    assert digest(place.out / "back") == digest(place.source)
 
 
 # ---- targets
@@ -517,7 +541,8 @@ def test_parent_not_writable(yard: MakeYard, cli: Cli, monkeypatch: pytest.Monke
         place.out.chmod(0o555)
         check_refused(cli("convert", place.source, place.target), place, before, ("not writable", str(place.out)))
         place.out.chmod(0o755)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, *more, **kw: path != place.out and real(path, *more, **kw))
     check_refused(cli("convert", place.source, place.target), place, before, ("not writable", str(place.out)))
 
 

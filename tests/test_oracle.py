@@ -29,9 +29,7 @@ class Sample:
     recorded: dict[str, Tensor]
 
     def run(self, parts: dict[str, Tensor] | None = None, **wrong: bool) -> Logits:
-        return forward(
-            self.parts if parts is None else parts, self.facts, self.recorded["input_ids"], **wrong
-        )
+        return forward(self.parts if parts is None else parts, self.facts, self.recorded["input_ids"], **wrong)
 
     def errors(self, logits: Logits) -> dict[str, float]:
         """Largest difference from the recorded logits: of the model, and of each MTP layer."""

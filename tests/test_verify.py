@@ -186,3 +186,29 @@ def test_a_lost_mtp_layer_fails_against_its_reference(tmp_path: Path) -> None:
     report = verify(FIXTURES / "glm4_moe", candidate)
     assert ("declaration.count", "MTP layers") in failures(report)
     assert sum(check == "presence.missing" for check, _ in failures(report)) == 34
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "model_type", "n_routed_experts"])
+def test_a_candidate_whose_config_lost_a_key_still_gets_a_verdict(key: str, tmp_path: Path) -> None:
+    report = verify(FIXTURES / "glm4_moe", changed_config("glm4_moe", tmp_path, lambda c: c.pop(key)))
+    assert failures(report) == [("declaration.config", key)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "subject"),
+    [
+        ("num_layers", 2, "num_hidden_layers / num_layers"),
+        ("num_layers", None, "num_hidden_layers / num_layers"),
+        ("normalization", "LayerNorm", "normalization"),
+        ("qk_layernorm", False, "use_qk_norm / qk_layernorm"),
+        ("moe_router_score_function", "softmax", "moe_router_score_function"),
+        ("moe_layer_freq", [1, 0, 1], "moe_layer_freq"),
+        ("mtp_num_layers", None, "num_nextn_predict_layers / mtp_num_layers"),
+    ],
+)
+def test_a_changed_megatron_argument_is_named(argument: str, value: Any, subject: str, tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    edit_args(tmp_path / "megatron" / "release", **{argument: value})
+    report = verify(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    assert subject in {f.subject for f in report.failures}
+    assert all(f.check.startswith("declaration.") for f in report.failures)

@@ -34,14 +34,16 @@ def check_count(tensor_map: TensorMap, where: str) -> Iterator[Finding]:
 def compare_facts(
     reference: TensorMap, candidate: TensorMap, config: tuple[ConfigRow, ...], args: tuple[ArgRow, ...]
 ) -> Iterator[Finding]:
-    """Facts that both an HF config and Megatron arguments hold, compared across layouts."""
+    """Facts that Megatron arguments state, compared across layouts."""
     keys = {row.fact: row.keys[0] for row in config if row.fact}
-    names = {row.fact: row.keys[0] for row in args if row.fact}
-    for fact in keys.keys() & names.keys():
-        expected, got = reference.facts.get(fact), candidate.facts.get(fact)
-        if (expected or 0) != (got or 0):
-            check = "declaration.mtp" if fact == "mtp_layers" else "declaration.config"
-            subject = f"{keys[fact]} / {names[fact]}"
+    for row in args:
+        if row.fact is None:
+            continue
+        expected, got = reference.facts.get(row.fact), candidate.facts.get(row.fact)
+        unsaid = expected is None or (got is None and row.fact == "vocab")  # Megatron needs only the padded size
+        if not unsaid and (expected or 0) != (got or 0):
+            check = "declaration.mtp" if row.fact == "mtp_layers" else "declaration.config"
+            subject = " / ".join(dict.fromkeys([keys.get(row.fact, row.keys[0]), row.keys[0]]))
             yield failure(check, subject, "changed", expected=repr(expected), got=repr(got))
 
 
@@ -62,9 +64,12 @@ def compare_configs(
     gone = [key for key in before if key not in after and key not in {a for a, _ in respelled}]
     new = [key for key in after if key not in before and key not in {b for _, b in respelled}]
     for key in gone:
-        if _last(key) not in _VOLATILE:
-            cause = _moved(before[key], key, new, after)
-            yield failure(_check(key), key, "is gone", expected=repr(before[key]), cause=cause)
+        if _last(key) in _VOLATILE:
+            continue
+        twin = _twin(key, before[key], new, after)
+        where = f"{'moved' if _last(twin) == _last(key) else 'renamed'} to {twin}" if twin else "is gone"
+        yield failure(_check(key), key, where, expected=repr(before[key]))
+        new = [other for other in new if other != twin]
     for key in new:
         finding = failure if _last(key) in mtp_keys() else warning
         yield finding(_check(key), key, "is new", got=repr(after[key]))
@@ -74,12 +79,12 @@ def compare_configs(
             yield finding(_check(key), key, "changed", expected=repr(value), got=repr(after[key]))
 
 
-def _moved(value: Any, key: str, new: list[str], after: Mapping[str, Any]) -> str:
-    twin = next((k for k in new if _last(k) == _last(key) and _same(after[k], value)), None)
-    if twin is not None:
-        return f"moved to {twin}"
-    twin = next((k for k in new if _same(after[k], value)), None)
-    return f"renamed to {twin}" if twin is not None else ""
+def _twin(key: str, value: Any, new: list[str], after: Mapping[str, Any]) -> str:
+    """The new key that a vanished one has become: of the same name elsewhere, or a unique one of the same value."""
+    same = [other for other in new if _same(after[other], value)]
+    moved = [other for other in same if _last(other) == _last(key)]
+    alone = same if len(same) == 1 else []
+    return next(iter(moved or alone), "")
 
 
 def _leaves(config: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,22 +28,16 @@ def compare_stored(
 
 
 def compare_maps(reference: TensorMap, candidate: TensorMap, progress: Progress) -> Iterator[Finding]:
-    """Two checkpoints in any two layouts, part by part. What a map lacks by its own model it reports itself."""
-    for part, ref in reference.parts.items():
-        if part not in candidate.parts and part in reference.copies:
-            yield from _lost_copy(reference, candidate, part, ref)
-        elif part not in candidate.parts and part not in candidate.model.shapes:
-            yield failure("presence.missing", reference.names[part], f"has no counterpart ({part})")
-    for part in candidate.parts:
-        if part not in reference.parts and part in candidate.copies:
-            yield from _lost_copy(candidate, reference, part, candidate.parts[part])
-        elif part not in reference.parts and part not in reference.model.shapes:
-            yield failure("presence.unclaimed", candidate.names[part], f"has no counterpart ({part})")
+    """Two checkpoints in any two layouts, part by part. A part that one lacks is a finding of its own map,
+    unless it repeats another: then it is looked at here."""
+    for having, lacking in ((reference, candidate), (candidate, reference)):
+        for part, ref in having.parts.items():
+            if part not in lacking.parts and part in having.copies:
+                yield from _lost_copy(having, lacking, part, ref)
     both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
     yield from _compare(reference.parts, candidate.parts, both, progress)
     for part, ref in candidate.padding.items():
-        zeros = part not in reference.padding
-        if not zeros and differs(ref, reference.padding[part]):
+        if part in reference.padding and differs(ref, reference.padding[part]):
             what = "rows beyond the vocabulary differ, which no loader reads"
             yield warning("values.padding", candidate.names[part], what)
 

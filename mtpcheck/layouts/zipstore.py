@@ -75,6 +75,11 @@ class Record:
     def __getattr__(self, name: str) -> Any:
         return None  # pickles leave out attributes that have their class's default
 
+    def _ignore(self, *content: object) -> None:
+        """What a pickle puts into a list, set or mapping of a class we do not have."""
+
+    append = extend = add = __setitem__ = _ignore
+
 
 class Inert(Record):
     """A placeholder for a foreign class inside training arguments."""

@@ -7,6 +7,11 @@ from enum import StrEnum
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """``text`` with control characters spelled out: names come from untrusted files and end in a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class Severity(StrEnum):
     FAILURE = "failure"
     WARNING = "warning"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from mtpcheck.convert import Converted
 from mtpcheck.inspect import Inspection
+from mtpcheck.report.finding import printable
 from mtpcheck.report.terminal import render_finding
 
 
@@ -27,10 +28,11 @@ def render(found: Inspection, console: Console) -> None:
     }
     if found.copies:
         lines["copies"] = ", ".join(f"{part} {state}" for part, state in found.copies.items())
-    for kind, (count, nbytes) in found.passed_over.items():
-        lines["passed over"] = f"{kind}: {count:,} entries, {decimal(nbytes)}"
+    if found.passed_over:
+        kinds = (f"{count:,} {kind} ({decimal(nbytes)})" for kind, (count, nbytes) in found.passed_over.items())
+        lines["passed over"] = ", ".join(kinds)
     for name, value in lines.items():
-        console.print(Text.assemble((f"{name:<13}", "bold"), value))
+        console.print(Text.assemble((f"{name:<13}", "bold"), printable(value)))
     for finding in found.findings:
         console.print()
         render_finding(finding, console)
@@ -41,7 +43,7 @@ def render_converted(converted: Converted, console: Console) -> None:
     tensor_map = converted.tensor_map
     console.print(
         Text.assemble(
-            (str(converted.target), "bold"),
+            (printable(str(converted.target)), "bold"),
             f"  {tensor_map.family}, {converted.source.layout} → {converted.layout}, "
             f"{len(tensor_map.parts):,} parts, {decimal(tensor_map.nbytes)}",
         )

@@ -84,7 +84,9 @@ def _failure(case: Element, message: str, findings: list[Finding]) -> None:
 
 def _xml(text: str) -> str:
     """Tensor names come from untrusted files; control characters have no form in XML."""
-    return "".join(c if c in "\n\t" or c >= " " else "\ufffd" for c in text)
+    return "".join(
+        c if c in "\n\t" or " " <= c < "\ud800" or "\ue000" <= c < "\ufffe" or c > "\uffff" else "\ufffd" for c in text
+    )
 
 
 def _document(suite: Element) -> str:

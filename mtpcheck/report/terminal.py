@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from mtpcheck.report.finding import Finding, Severity
+from mtpcheck.report.finding import Finding, Severity, printable
 from mtpcheck.report.report import Report
 
 _MARKS = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "yellow")}
@@ -15,7 +15,7 @@ _SHOWN = 20
 
 def render(report: Report, console: Console, verbose: bool = False) -> None:
     """Print a report. Notes, and findings beyond the first twenty, only if ``verbose``."""
-    console.print(Text(f"mtpcheck {report.command} {' '.join(report.subjects)}", style="bold"))
+    console.print(Text(printable(f"mtpcheck {report.command} {' '.join(report.subjects)}"), style="bold"))
     console.print(Text(report.summary))
     console.print()
     for check in report.checks:
@@ -35,7 +35,10 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
 def render_finding(finding: Finding, console: Console) -> None:
     """Print one finding: what, expected and got, cause, what to do, where."""
     head = Text.assemble(
-        "  ", (finding.severity.upper(), _STYLES[finding.severity]), f" {finding.check}  ", (finding.subject, "bold")
+        "  ",
+        (finding.severity.upper(), _STYLES[finding.severity]),
+        f" {finding.check}  ",
+        (printable(finding.subject), "bold"),
     )
     console.print(head)
     lines = [finding.message]
@@ -46,7 +49,7 @@ def render_finding(finding: Finding, console: Console) -> None:
     lines += [f"to do: {finding.todo}"] * bool(finding.todo)
     lines += [f"in {finding.where}"] * bool(finding.where)
     for line in lines:
-        console.print(Text("    " + line))
+        console.print(Text("    " + printable(line)))
 
 
 def _verdict(report: Report) -> Text:

@@ -118,8 +118,10 @@ def work(command: str, first: Path, second: Path, runs: int) -> None:
                 shutil.rmtree(second, ignore_errors=True)
             start, cpu = time.perf_counter(), time.process_time()
             _COMMANDS[command](first, second)
-            times.append(time.perf_counter() - start); print("cpu", time.process_time() - cpu)
+            times.append(time.perf_counter() - start)
+            print("cpu", time.process_time() - cpu)
     print(json.dumps({"times": times, "peak": memory.above}))
 
-if __name__=="__main__":
-    work(sys.argv[1],Path(sys.argv[2]),Path(sys.argv[3]),int(sys.argv[4]))
+
+if __name__ == "__main__":
+    work(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

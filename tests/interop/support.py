@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpcheck.cli import run as cli
+
 from .independent import Spec, Tensors
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +37,7 @@ def run(*command: str | Path, python_path: tuple[Path, ...] = ()) -> None:
 
 def convert(name: str, root: Path, spec: Spec) -> Path:
     """Have mtpcheck convert a fixture, and give the folder that holds the checkpoint itself."""
-    run("-m", "mtpcheck", "convert", FIXTURES / name, root, "--spec", spec)
+    assert cli(["convert", str(FIXTURES / name), str(root), "--spec", spec, "--quiet"]) == 0
     assert (root / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
     return root / "release"
 

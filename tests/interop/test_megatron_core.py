@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -28,15 +29,21 @@ class Case:
 
 
 PARAMS = [
-    pytest.param((name, spec), id=f"{name}-{spec}", marks=pytest.mark.xdist_group(f"{name}-{spec}"))
+    pytest.param(name, spec, id=f"{name}-{spec}", marks=pytest.mark.xdist_group(f"{name}-{spec}"))
     for name in NAMES
     for spec in SPECS
 ]
+every_case = pytest.mark.parametrize(("name", "spec"), PARAMS)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name, spec = request.param
+@pytest.fixture
+def case(name: str, spec: Spec, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return load_case(name, spec, tmp_path_factory)
+
+
+@cache
+def load_case(name: str, spec: Spec, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Converted and loaded once, for all tests of one case."""
     work = tmp_path_factory.mktemp(f"{name}-{spec}")
     out = work / "loaded"
     checkpoint = convert(name, work / "megatron", spec)
@@ -53,16 +60,18 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
+@every_case
 @pytest.mark.parametrize("strictness", STRICTNESS)
 def test_every_parameter_bit_for_bit(case: Case, strictness: str) -> None:
     assert_same_bits(case.loaded[strictness], hf_to_megatron(case.hf, case.config, case.spec))
 
 
+@every_case
 def test_arguments_say_what_model_it_is(case: Case) -> None:
     assert case.args == expected_args(case.hf, case.config)
 
 
-@pytest.mark.parametrize("case", [p for p in PARAMS if "local" in p.values[0]], indirect=True)
+@pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "local" in p.values])
 def test_megatron_computes_what_transformers_computes(case: Case) -> None:
     """Proves the second opinion itself, and arguments that no shape depends on, such as the rotary base."""
     from transformers import AutoModelForCausalLM
