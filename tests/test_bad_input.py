@@ -438,7 +438,7 @@ def foreign_values() -> dict[str, Any]:
     for name, base in bases.items():
         setattr(module, name, type(name, base, {"__module__": module.__name__}))
     module.Kind = enum.Enum("Kind", ["A", "B"], module=module.__name__)  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
+    sys.modules.update({"mycompany": types.ModuleType("mycompany"), module.__name__: module})
     plain = module.Plain()
     plain.inner = module.Plain()
     return {
@@ -465,7 +465,8 @@ def test_harmless_classes_in_arguments(values: Callable[[], dict[str, Any]], yar
     state = torch.load(path, weights_only=False)
     vars(state["args"]).update(values())
     torch.save(state, path)
-    sys.modules.pop("mycompany.args", None)
+    for name in ("mycompany", "mycompany.args"):
+        sys.modules.pop(name, None)
     outcome = cli("convert", place.target, place.out / "back")
     assert outcome.code == 0, outcome.err
     assert "mycompany.args" not in sys.modules

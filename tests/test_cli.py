@@ -209,9 +209,8 @@ def test_long_and_odd_names_stand_whole(yard: MakeYard, cli: Cli) -> None:
 
     place = yard("qwen2_mtp")
     names = ["model." + "very_long_name." * 20 + "weight", "[bold]odd[/bold] \x1b[31m\a\nname"]
-    edit_tensors(place.source / "model.safetensors", lambda t: t.update(dict.fromkeys(names, torch.ones(1)) and {
-        name: torch.ones(1) for name in names
-    }))  # fmt: skip
+    odd = {name: torch.ones(1) for name in names}
+    edit_tensors(place.source / "model.safetensors", lambda tensors: tensors.update(odd))
     texts = [cli("verify", fixture_path("qwen2_mtp"), place.source).out, cli("inspect", place.source).out]
     texts.append(cli("convert", place.source, place.target).err)
     for text in texts:

@@ -59,6 +59,7 @@ class Report:
 
     def skip(self, group: str, why: str) -> None:
         """Record that a group did not run. Skipped is never success; the verdict says so."""
+        self.checks = [c for c in self.checks if (c.group, c.status) != (group, "skipped")]
         self.checks.append(Check(group, "skipped", why))
 
     @property
