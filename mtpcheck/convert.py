@@ -19,7 +19,7 @@ from mtpcheck.dialect import Spec, load_dialect
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts, config_from_facts
 from mtpcheck.family import load_family
-from mtpcheck.layouts.hf import INDEX
+from mtpcheck.layouts.hf import INDEX, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER
 from mtpcheck.manifest import FOLDER, write_manifest
 from mtpcheck.progress import Progress, Silent
@@ -275,6 +275,7 @@ def _write_hf(source: Checkpoint, tensor_map: TensorMap, folder: Path, progress:
     config = derived_config(tensor_map, original)
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
     return findings + padding_findings(tensor_map)
 
 

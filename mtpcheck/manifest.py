@@ -79,8 +79,8 @@ def read_manifest(folder: Path) -> Manifest | None:
             dict(content["copies"]),
             tuple(_plain(path, name) for name in files),
         )
-        for header in manifest.headers.values():
-            header_entries(header)
+        for number, header in enumerate(manifest.headers.values()):
+            header_entries(header, root / "headers" / f"{number}.json")
     except (KeyError, TypeError, ValueError, OSError) as error:
         what = f"{type(error).__name__}: {error}"
         raise FormatError(f"{path}: damaged ({what}); remove {root} to go on without") from None

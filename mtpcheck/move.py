@@ -17,7 +17,7 @@ import numpy as np
 from mtpcheck.files import Source
 from mtpcheck.plan import Box, Plan, Shape, contiguous_steps
 
-SLAB = 512 << 10
+SLAB = 256 << 10
 """Bytes of one step: large enough to amortise a call, small enough to stay in a core's cache."""
 
 _DIRECT = 32 << 10  # runs at least this long are read in place, one call each
@@ -58,7 +58,10 @@ def _slabs(plan: Plan, limit: int, start: int) -> Iterator[tuple[int, Plan]]:
     rows = max(1, limit // row)
     for i in range(0, plan.shape[axis], rows):
         part = plan.slice(axis, i, min(i + rows, plan.shape[axis]))
-        yield from _slabs(part, limit, start + i * row)
+        if row <= limit:
+            yield start + i * row, part
+        else:
+            yield from _slabs(part, limit, start + i * row)
 
 
 def _straight(plan: Plan) -> tuple[Source, int] | None:

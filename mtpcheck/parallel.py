@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -59,3 +59,14 @@ def batches(pieces: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def in_turn(queues: Sequence[Iterable[T]]) -> Iterator[T]:
+    """One of each queue after the other, until all are empty."""
+    waiting = [iter(queue) for queue in queues]
+    while waiting:
+        for queue in list(waiting):
+            try:
+                yield next(queue)
+            except StopIteration:
+                waiting.remove(queue)

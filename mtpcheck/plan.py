@@ -173,7 +173,14 @@ class Plan:
     # ---- reading the result
 
     def normalise(self) -> Plan:
-        """Join boxes that continue one another, until none does; boxes come out ordered by position."""
+        """Join boxes that continue one another, until none does; boxes come out ordered by position.
+
+        A tensor that is one straight run of bytes always becomes one box. Other plans keep, at worst, more boxes
+        than they need.
+        """
+        region = self.as_region()
+        if region is not None:
+            return Plan.region(*region, self.shape, self.itemsize)
         boxes = list(self.boxes)
         count = len(boxes) + 1
         while len(boxes) < count:
@@ -183,12 +190,21 @@ class Plan:
         return Plan(self.shape, self.itemsize, tuple(sorted(boxes, key=lambda b: (b.lo, b.size))))
 
     def as_region(self) -> tuple[Source, int] | None:
-        """(source, offset) if the tensor is one straight run of bytes, else None."""
-        boxes = self.normalise().boxes
-        if len(boxes) != 1 or boxes[0].source is None:
+        """(source, offset) if the tensor is one straight run of bytes, else None.
+
+        Exact, since the boxes tile the tensor: each must read just the bytes that its place in the run asks for.
+        """
+        if not self.boxes or (source := self.boxes[0].source) is None:
             return None
-        expected = _box(boxes[0].lo, self.shape, boxes[0].source, 0, contiguous_steps(self.shape, self.itemsize))
-        return (boxes[0].source, boxes[0].offset) if boxes[0].steps == expected.steps else None
+        straight = contiguous_steps(self.shape, self.itemsize)
+        start = None
+        for box in self.boxes:
+            begin = box.offset - sum(i * step for i, step in zip(box.lo, straight, strict=True))
+            start = begin if start is None else start
+            fits = all(n == 1 or a == b for n, a, b in zip(box.size, box.steps, straight, strict=True))
+            if box.source != source or begin != start or not fits:
+                return None
+        return source, start or 0
 
     def place_of(self, index: Shape) -> str:
         """File and byte of one element, in words; empty if it is a zero that stands in no file."""

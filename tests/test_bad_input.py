@@ -809,3 +809,36 @@ def test_fewer_layers_stored_than_declared(yard: MakeYard, cli: Cli) -> None:
     assert outcome.code == 1
     assert "declares 2 MTP layers, stores 1" in outcome.out + outcome.err
     assert place.target.is_dir()
+
+
+# ---- the manifest inside a checkpoint of ours
+
+
+MANIFEST: dict[str, tuple[str, Callable[[str], str], tuple[str, ...]]] = {
+    "no JSON": ("manifest.json", lambda text: text[:40], ("manifest.json", "not valid JSON")),
+    "newer": ("manifest.json", lambda text: text.replace('"schema": 1', '"schema": 9'), ("schema 9", "knows 1")),
+    "no files": ("manifest.json", lambda text: text.replace('"files"', '"fils"'), ("damaged", "files")),
+    "leads out": ("manifest.json", lambda text: text.replace("tokenizer.json", "../t.json"), ("leads out",)),
+    "shard leads out": ("manifest.json", lambda text: text.replace(SINGLE, f"/{SINGLE}"), ("leads out",)),
+    "file gone": ("manifest.json", lambda text: text.replace("tokenizer.json", "gone.json"), ("gone.json",)),
+    "other shard name": ("manifest.json", lambda text: text.replace(SINGLE, "x.safetensors"), ("index is missing",)),
+    "header lies": ("headers/0.json", lambda text: text.replace('s":[0,', 's":[2,'), ("0.json", "offsets span")),
+    "header no JSON": ("headers/0.json", lambda text: "[", ("0.json", "not valid JSON")),
+    "config no JSON": ("files/config.json", lambda text: "{", ("config.json", "not valid JSON")),
+}
+
+
+@pytest.mark.parametrize(("file", "edit", "words"), MANIFEST.values(), ids=MANIFEST)
+def test_damaged_manifest(
+    file: str, edit: Callable[[str], str], words: tuple[str, ...], yard: MakeYard, cli: Cli, tmp_path: Path
+) -> None:
+    place = yard("qwen2_mtp")
+    ours = tmp_path / "ours"
+    assert cli("convert", place.source, ours).code == 0
+    path = ours / "release" / "mtpcheck" / file
+    text = path.read_text()
+    path.write_text(edit(text))
+    assert path.read_text() != text
+    before = digest(ours)
+    check_refused(cli("convert", ours, place.target), place, digest(place.source), words)
+    assert digest(ours) == before

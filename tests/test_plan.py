@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from mtpcheck import move
 from mtpcheck.move import fill, read_plan, slabs
 from mtpcheck.plan import Box, Plan, concat, stack
-from mtpcheck.rows import Row, factored, flat
+from mtpcheck.rows import Row, factored
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -31,7 +32,7 @@ class Memory:
         return len(self.data)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        assert 0 <= offset and offset + len(buffer) <= len(self.data)
+        assert offset >= 0 and offset + len(buffer) <= len(self.data)
         buffer[:] = self.data[offset : offset + len(buffer)]
 
     def place_of(self, offset: int) -> str:
@@ -68,7 +69,7 @@ def programs(draw: st.DrawFn) -> tuple[np.ndarray, Plan]:
                 shape = draw(reshapes(array.size))
                 array, plan = array.reshape(shape), plan.reshape(shape)
             case "concat" if array.ndim:
-                array, plan = np.concatenate([array, array[::1]], axis), concat([plan, plan], axis)
+                array, plan = np.concatenate([array, array], axis), concat([plan, plan], axis)
             case "stack":
                 array, plan = np.stack([array, array]), stack([plan, plan])
             case "zeros" if array.ndim:
@@ -129,10 +130,6 @@ def test_long_and_short_runs_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch
     buffer = bytearray(3 * 8)
     fill(wide.slice(1, 0, 1), memoryview(buffer))
     assert bytes(buffer) == read(wide)[0:8] + read(wide)[40000:40008] + read(wide)[80000:80008]
-
-
-def identity(plan: Plan) -> Plan:
-    return plan.normalise()
 
 
 @given(SHAPES, ITEMSIZES, st.data())
@@ -196,10 +193,9 @@ def assert_row_inverts(row: Row, shapes: dict[str, tuple[tuple[int, ...], ...]],
     assert stored.shape == row.shape(shapes)
     n = stored.shape[0]
     cuts = [n * r // tp for r in range(tp + 1)]
-    shards = [stored.slice(0, a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    shards = [stored.slice(0, a, b) for a, b in pairwise(cuts) if b > a]
     back = row.split(concat(shards, 0), shapes)
     assert {part: plan.normalise() for part, plan in back.items()} == sources
-    assert [flat(shapes[part]) for part in row.parts[:1]]
 
 
 def test_normalise_does_not_call_a_swap_the_identity() -> None:
@@ -208,6 +204,7 @@ def test_normalise_does_not_call_a_swap_the_identity() -> None:
     assert swapped.as_region() is None
     back = concat([swapped.slice(1, 3, 6), swapped.slice(1, 0, 3)], 1)
     assert back.as_region() == (plan.boxes[0].source, 3)
+    assert back.normalise() == plan
 
 
 def test_a_plan_that_reads_another_place_is_not_the_identity() -> None:

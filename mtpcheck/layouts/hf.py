@@ -138,23 +138,11 @@ def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
             f"{path}: the header claims {length} bytes, the file has {source.size}; cut off, or not safetensors"
         )
     raw = read(source, 8, length)
-    try:
-        header = json.loads(raw.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: header is not valid JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise FormatError(f"{path}: header is not a JSON object")
-    header.pop("__metadata__", None)
     data = source.size - 8 - length
-    entries = sorted(((_entry(path, name, e)) for name, e in header.items()), key=lambda entry: entry[1:3])
     tensors, at = {}, 0
-    for name, begin, end, dtype, shape in entries:
-        if begin != at:
-            what = "overlaps the tensor before it" if begin < at else "leaves a gap before it"
-            raise FormatError(f"{path}: tensor {name!r} starts at data byte {begin}, expected {at}: it {what}")
-        at = end
+    for name, begin, at, dtype, shape in _entries(path, raw):
         if DTYPE_BITS[dtype] % 8:
-            tensors[name] = TensorRef(dtype, Plan.region(source, 8 + length + begin, (end - begin,), 1), shape)
+            tensors[name] = TensorRef(dtype, Plan.region(source, 8 + length + begin, (at - begin,), 1), shape)
         else:
             plan = Plan.region(source, 8 + length + begin, shape, DTYPE_BITS[dtype] // 8)
             tensors[name] = TensorRef(dtype, plan)
@@ -164,6 +152,28 @@ def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
             + ("it is cut off, download or copy it again" if at > data else "bytes at its end belong to no tensor")
         )
     return raw, tensors
+
+
+_Entry = tuple[str, int, int, str, tuple[int, ...]]
+
+
+def _entries(path: Path, raw: bytes) -> list[_Entry]:
+    """(name, first data byte, end, dtype, shape) of every tensor, in the order of the data, which has no gaps."""
+    try:
+        header = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: header is not valid JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: header is not a JSON object")
+    header.pop("__metadata__", None)
+    entries = sorted(((_entry(path, name, e)) for name, e in header.items()), key=lambda entry: entry[1:3])
+    at = 0
+    for name, begin, end, _, _ in entries:
+        if begin != at:
+            what = "overlaps the tensor before it" if begin < at else "leaves a gap before it"
+            raise FormatError(f"{path}: tensor {name!r} starts at data byte {begin}, expected {at}: it {what}")
+        at = end
+    return entries
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,7 +187,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
+def _entry(path: Path, name: str, entry: Any) -> _Entry:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -243,8 +253,6 @@ def make_header(tensors: Iterable[tuple[str, TensorRef]]) -> bytes:
     return raw + b" " * (-len(raw) % 8)
 
 
-def header_entries(header: bytes) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """name → (dtype, shape, first data byte) of a raw header, as in the file."""
-    table = json.loads(header)
-    table.pop("__metadata__", None)
-    return {name: (e["dtype"], tuple(e["shape"]), e["data_offsets"][0]) for name, e in table.items()}
+def header_entries(header: bytes, path: Path = Path("header")) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """name → (dtype, shape, first data byte) of a raw header. Raises FormatError if it is not sound."""
+    return {name: (dtype, shape, begin) for name, begin, _, dtype, shape in _entries(path, header)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from mtpcheck.layouts.hf import INDEX, header_entries, make_header
 from mtpcheck.move import fill, scratch, slabs, write_at
-from mtpcheck.parallel import JOB, Alive, batches, in_parallel
+from mtpcheck.parallel import JOB, WORKERS, Alive, batches, in_parallel, in_turn
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
 from mtpcheck.tensormap import TensorRef
@@ -53,24 +54,30 @@ def default_form(tensors: Mapping[str, TensorRef]) -> Form:
 
 def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], progress: Progress) -> None:
     """Write every shard of ``form`` and the index."""
-    for file, header in form.headers.items():
-        _write_shard(folder / file, header, tensors, progress)
+    shards = list(form.headers.items())
+    for i in range(0, len(shards), WORKERS):
+        with ExitStack() as files:
+            queues = []
+            for file, header in shards[i : i + WORKERS]:
+                entries = header_entries(header)
+                size = sum(tensors[name].nbytes for name in entries)
+                fd = files.enter_context(_new_file(folder / file, header, size))
+                queues.append(_jobs(fd, progress, _pieces(8 + len(header), entries, tensors)))
+            for _ in in_parallel(in_turn(queues)):  # a file takes one write at a time, so no two workers in one file
+                pass
     if form.index is not None:
         (folder / INDEX).write_bytes(form.index)
 
 
-def _write_shard(path: Path, header: bytes, tensors: Mapping[str, TensorRef], progress: Progress) -> None:
+@contextmanager
+def _new_file(path: Path, header: bytes, nbytes: int) -> Iterator[int]:
+    """A new shard, open for writing, that holds its header and space for ``nbytes`` of data."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = header_entries(header)
-    data = 8 + len(header)
-    size = data + sum(tensors[name].nbytes for name in entries)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        os.posix_fallocate(fd, 0, size)  # a full disk shows now and not after an hour
+        os.posix_fallocate(fd, 0, 8 + len(header) + nbytes)  # a full disk shows now and not after an hour
         write_at(fd, len(header).to_bytes(8, "little") + header, 0)
-        jobs = (partial(_write, fd, progress, pieces) for pieces in batches(_pieces(data, entries, tensors)))
-        for _ in in_parallel(jobs):
-            pass
+        yield fd
     finally:
         os.close(fd)
 
@@ -84,6 +91,11 @@ def _pieces(
     for name, (_, _, begin) in entries.items():
         for at, part in slabs(tensors[name].plan, JOB):
             yield part.nbytes, (data + begin + at, part)
+
+
+def _jobs(fd: int, progress: Progress, pieces: Iterable[tuple[int, _Piece]]) -> Iterator[Callable[[Alive], None]]:
+    for batch in batches(pieces):
+        yield partial(_write, fd, progress, batch)
 
 
 def _write(fd: int, progress: Progress, pieces: list[_Piece], alive: Alive) -> None:

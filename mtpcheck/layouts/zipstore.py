@@ -212,7 +212,7 @@ def read_archive(source: Source, start: int, length: int, where: str, foreign: b
             if "byteorder" in members and zipped.read(members["byteorder"]) != b"little":
                 raise FormatError(f"{where}: big-endian tensors are not supported")
             root = unpickle(zipped.read(members["data.pkl"]), where, foreign)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
         raise FormatError(f"{where}: not a sound zip ({error}); the file is cut off or damaged") from None
     storages = {}
     for name, info in members.items():

@@ -9,7 +9,9 @@ The table goes to stdout as markdown, progress to stderr. GB/s are bytes of one 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,18 +63,7 @@ def _anonymous() -> int:
     raise OSError("/proc/self/smaps_rollup has no line Anonymous")
 
 
-# ---- what is measured
-
-
-def import_all() -> None:
-    """Import what the commands import late, so that it is in no figure."""
-    import rich.progress
-    import torch.distributed.checkpoint
-
-    import mtpcheck.layouts.hf_writer
-    import mtpcheck.layouts.torch_dist_writer
-    import mtpcheck.roundtrip
-    import mtpcheck.verify  # noqa: F401
+# ---- one command in its own process
 
 
 def verify(reference: Path, candidate: Path) -> None:
@@ -85,7 +76,6 @@ def verify(reference: Path, candidate: Path) -> None:
 def convert(source: Path, target: Path) -> None:
     from mtpcheck.convert import convert as run
 
-    shutil.rmtree(target, ignore_errors=True)
     run(source, target)
 
 
@@ -96,32 +86,108 @@ def roundtrip(source: Path, workdir: Path) -> None:
         raise SystemExit(f"{source} did not come back as it was")
 
 
-def copy(source: Path, target: Path) -> None:
+COMMANDS: dict[str, Callable[[Path, Path], None]] = {"verify": verify, "convert": convert, "roundtrip": roundtrip}
+
+
+def import_all() -> None:
+    """Import what the commands import late, so that it is in no figure."""
+    for name in ("rich.progress", "mtpcheck.layouts.hf_writer", "mtpcheck.layouts.torch_dist_writer"):
+        importlib.import_module(name)
+
+
+def work(command: str, first: Path, second: Path, runs: int) -> None:
+    """Run a command several times in this process and print its seconds and its peak of memory as JSON."""
+    import_all()
+    with PeakMemory() as memory:
+        seconds = [_timed(COMMANDS[command], first, second) for _ in range(runs)]
+    print(json.dumps({"seconds": min(seconds), "peak": memory.above}))
+
+
+def _timed(command: Callable[[Path, Path], None], first: Path, second: Path) -> float:
+    if command in (convert, _copy):
+        shutil.rmtree(second, ignore_errors=True)
+    start = time.perf_counter()
+    command(first, second)
+    return time.perf_counter() - start
+
+
+# ---- all of them beside the shell
+
+
+def _copy(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", source, target], check=True)
 
 
-def compare(a: Path, b: Path) -> None:
+def _compare(a: Path, b: Path) -> None:
     for file in sorted(path.name for path in a.iterdir()):
         subprocess.run(["cmp", a / file, b / file], check=True)
 
 
-_COMMANDS: dict[str, Callable[[Path, Path], None]] = {"verify": verify, "convert": convert, "roundtrip": roundtrip}
+def _start(source: Path, target: Path) -> None:
+    """Everything that a command does before it touches a weight."""
+    subprocess.run([sys.executable, "-m", "mtpcheck", "inspect", source], check=True, stdout=subprocess.DEVNULL)
 
 
-def work(command: str, first: Path, second: Path, runs: int) -> None:
-    """Run one command in this process and print its times and its peak of memory."""
-    import_all()
-    times = []
-    with PeakMemory() as memory:
-        for _ in range(runs):
-            if command == "convert":
-                shutil.rmtree(second, ignore_errors=True)
-            start, cpu = time.perf_counter(), time.process_time()
-            _COMMANDS[command](first, second)
-            times.append(time.perf_counter() - start)
-            print("cpu", time.process_time() - cpu)
-    print(json.dumps({"times": times, "peak": memory.above}))
+@dataclass(frozen=True)
+class Row:
+    name: str
+    command: str | Callable[[Path, Path], None]
+    first: str
+    second: str
+    beside: str = ""
+
+
+ROWS = (
+    Row("cp", _copy, "source", "copy"),
+    Row("cmp", _compare, "source", "copy"),
+    Row("verify, HF with HF", "verify", "source", "copy", "cmp"),
+    Row("convert, HF to torch_dist", "convert", "source", "there", "cp"),
+    Row("convert, torch_dist to HF", "convert", "there", "back", "cp"),
+    Row("verify, HF with torch_dist", "verify", "source", "there", "cmp"),
+    Row("roundtrip", "roundtrip", "source", ".", "cp"),
+    Row("inspect, as a process", _start, "source", "."),
+)
+
+
+def bench(folder: Path, nbytes: int, runs: int) -> None:
+    """Measure every row in ``folder``, which holds the checkpoint as ``source``, and print the table."""
+    print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
+    seconds: dict[str, float] = {}
+    for row in ROWS:
+        print(f"{row.name} ...", file=sys.stderr)
+        first, second = folder / row.first, folder / row.second
+        memory = ""
+        if isinstance(row.command, str):
+            call = [sys.executable, __file__, "--work", row.command, first, second, "--runs", str(runs)]
+            done = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
+            seconds[row.name], memory = done["seconds"], f"{done['peak'] / 1e6:.0f} MB"
+        else:
+            seconds[row.name] = min(_timed(row.command, first, second) for _ in range(runs))
+        took = seconds[row.name]
+        rate = "" if row.command is _start else f"{nbytes / took / 1e9:.2f}"
+        beside = f"{seconds[row.beside] / took:.2f} × {row.beside}" if row.beside else ""
+        print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the checkpoint in 10^9 bytes (default 2)")
+    parser.add_argument("--family", choices=("glm4_moe", "llama"), default="glm4_moe")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 256 gives many small tensors")
+    parser.add_argument("--runs", type=int, default=3, help="the best of so many counts (default 3)")
+    parser.add_argument("--workdir", type=Path, help="folder to work in (default: the system's temporary one)")
+    parser.add_argument("--work", nargs=3, metavar=("COMMAND", "FIRST", "SECOND"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work[0], Path(options.work[1]), Path(options.work[2]), options.runs)
+        return
+    with tempfile.TemporaryDirectory(prefix="mtpcheck-bench-", dir=options.workdir) as name:
+        print("generating ...", file=sys.stderr)
+        folder = Path(name)
+        nbytes = generate(folder / "source", options.gb, options.family, options.hidden)
+        print(f"{options.family}, {nbytes / 1e9:.2f} GB, best of {options.runs}, {os.cpu_count()} cores\n")
+        bench(folder, nbytes, options.runs)
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main()

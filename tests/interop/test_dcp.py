@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from .independent import Config, Tensors, hf_to_megatron
 from .support import FIXTURES, NAMES, assert_same_bits, convert, read_hf
 
-
 GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"dcp-{name}")) for name in NAMES]
 
 

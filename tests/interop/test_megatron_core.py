@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +38,16 @@ every_case = pytest.mark.parametrize(("name", "spec"), PARAMS)
 
 @pytest.fixture
 def case(name: str, spec: Spec, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return load_case(name, spec, tmp_path_factory)
+    if (name, spec) not in _LOADED:
+        _LOADED[name, spec] = load_case(name, spec, tmp_path_factory.mktemp(f"{name}-{spec}"))
+    return _LOADED[name, spec]
 
 
-@cache
-def load_case(name: str, spec: Spec, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Converted and loaded once, for all tests of one case."""
-    work = tmp_path_factory.mktemp(f"{name}-{spec}")
+_LOADED: dict[tuple[str, Spec], Case] = {}
+
+
+def load_case(name: str, spec: Spec, work: Path) -> Case:
+    """Convert a fixture and have megatron-core load it; done once for all tests of one case."""
     out = work / "loaded"
     checkpoint = convert(name, work / "megatron", spec)
     te = (FIXTURES / "megatron" / "fake_te",) if spec == "te" else ()

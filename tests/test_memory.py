@@ -1,0 +1,54 @@
+"""A checkpoint is streamed: memory does not grow with it."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a script, the tests are no package
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.bench.bench import PeakMemory, convert, import_all, verify
+from tests.bench.generate import generate
+
+GB = 2.0
+LIMIT = 300e6
+
+
+def test_two_gigabytes_convert_and_verify_in_300_megabytes(tmp_path: Path) -> None:
+    source, there, back = tmp_path / "source", tmp_path / "there", tmp_path / "back"
+    assert abs(generate(source, GB) - GB * 1e9) < 0.05 * GB * 1e9
+    # its own process: memory that other tests have used and freed would hide what these take
+    worker = subprocess.run([sys.executable, __file__, source, there, back], stdout=subprocess.PIPE, check=True)
+    peaks = json.loads(worker.stdout)
+    assert set(peaks) == {"there", "back", "verify"}
+    assert all(0 < peak < LIMIT for peak in peaks.values()), peaks
+    files = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in back.iterdir()) == files
+    assert filecmp.cmpfiles(source, back, files, shallow=False) == (files, [], [])
+
+
+def main(source: Path, there: Path, back: Path) -> None:
+    """Print the peak of each phase, in bytes above what the imports take."""
+    import_all()
+    phases: dict[str, tuple[Callable[[Path, Path], None], Path, Path]] = {
+        "there": (convert, source, there),
+        "back": (convert, there, back),
+        "verify": (verify, source, there),
+    }
+    peaks = {}
+    with PeakMemory() as imports:
+        pass
+    for name, (command, first, second) in phases.items():
+        with PeakMemory() as memory:
+            command(first, second)
+        peaks[name] = memory.peak - imports.start
+    print(json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
