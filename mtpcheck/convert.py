@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +22,7 @@ from mtpcheck.manifest import FOLDER, write_manifest
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, Severity, note, warning
 from mtpcheck.rows import Row, factored
+from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
 
 Mcore = Literal["0.16", "0.19"]
@@ -96,26 +94,6 @@ def convert(
 # ---- before anything is written
 
 
-def check_target(source: Path, target: Path) -> None:
-    """Refuse a target that exists, overlaps the source or has no parent. Raises UsageError."""
-    if target.exists() or target.is_symlink():
-        raise UsageError(f"{target}: exists already; nothing is ever overwritten, name a new folder")
-    if not target.parent.is_dir():
-        raise UsageError(f"{target.parent}: no such folder to write into")
-    src, dst = source.resolve(), target.resolve()
-    if dst.is_relative_to(src) or src.is_relative_to(dst):
-        raise UsageError(f"{target}: lies inside the source {source}; name a folder outside it")
-    if not os.access(target.parent, os.W_OK):
-        raise UsageError(f"{target.parent}: not writable")
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise UsageError if the file system of ``folder`` has fewer than ``needed`` bytes left."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UsageError(f"{folder}: {needed:,} bytes are needed, {free:,} are free; name a folder on another disk")
-
-
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
     quantized = (source.config or {}).get("quantization_config")
@@ -142,25 +120,6 @@ def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:
     if tensor_map.facts.get("mtp_layers") and not tensor_map.facts["mtp_stored"]:
         findings = tuple(check_count(tensor_map, str(source.path)))
         raise CheckpointFails(f"{source.path}: {findings[0].message}; nothing was written", findings)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder that is built beside ``target`` and takes its name when whole; gone if anything goes wrong."""
-    building = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        mask = os.umask(0)
-        os.umask(mask)
-        building.chmod(0o777 & ~mask)
-        yield building
-        if target.exists():
-            raise UsageError(f"{target}: appeared while it was being written; nothing was overwritten")
-        building.rename(target)
-    except OSError as error:
-        error.filename = error.filename or str(target)  # a failed write knows only its descriptor
-        raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 # ---- Hugging Face → Megatron

@@ -14,8 +14,9 @@ from math import gcd
 
 import numpy as np
 
+from mtpcheck.box import Box, Shape, contiguous_steps
 from mtpcheck.files import Source
-from mtpcheck.plan import Box, Plan, Shape, contiguous_steps
+from mtpcheck.plan import Plan
 
 SLAB = 256 << 10
 """Bytes of one step: large enough to amortise a call, small enough to stay in a core's cache."""

@@ -97,7 +97,7 @@ def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, 
     for row in load_dialect().args:
         try:
             facts.update(facts_from_args((row,), checkpoint.args or {}, facts))
-        except UnsupportedError as error:
+        except MtpcheckError as error:
             findings.append(failure("declaration.config", row.keys[0], str(error), where=str(checkpoint.folder)))
     return facts, findings
 

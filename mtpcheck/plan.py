@@ -10,46 +10,23 @@ source region straight through; that is a proof of the mapping without reading a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from mtpcheck.box import (
+    Box,
+    Shape,
+    contiguous_steps,
+    dropped,
+    inserted,
+    join_along,
+    make_box,
+    merge_box,
+    replaced,
+    split_box,
+)
 from mtpcheck.files import Source
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A hyper-rectangle of a tensor and where its elements are.
-
-    Element ``index`` (within ``lo <= index < lo + size``) starts at byte
-    ``offset + sum(step * (index - lo))`` of ``source``. ``source`` None means zeros.
-    Steps of axes of size one are 0, so that equal boxes compare equal.
-    """
-
-    lo: Shape
-    size: Shape
-    source: Source | None
-    offset: int
-    steps: Shape
-
-
-def _box(lo: Shape, size: Shape, source: Source | None, offset: int, steps: Shape) -> Box:
-    if source is None:
-        return Box(lo, size, None, 0, (0,) * len(size))
-    return Box(lo, size, source, offset, tuple(0 if n == 1 else s for n, s in zip(size, steps, strict=True)))
-
-
-def contiguous_steps(shape: Sequence[int], itemsize: int) -> Shape:
-    """Bytes per index step of a C-ordered tensor."""
-    steps: list[int] = []
-    step = itemsize
-    for n in reversed(shape):
-        steps.append(step)
-        step *= n
-    return tuple(reversed(steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +51,12 @@ class Plan:
     @staticmethod
     def strided(source: Source, offset: int, shape: Sequence[int], steps: Sequence[int], itemsize: int) -> Plan:
         shape = tuple(shape)
-        return Plan(shape, itemsize, _tile(_box((0,) * len(shape), shape, source, offset, tuple(steps))))
+        return Plan(shape, itemsize, _whole(shape, source, offset, tuple(steps)))
 
     @staticmethod
     def zeros(shape: Sequence[int], itemsize: int) -> Plan:
         shape = tuple(shape)
-        return Plan(shape, itemsize, _tile(_box((0,) * len(shape), shape, None, 0, shape)))
+        return Plan(shape, itemsize, _whole(shape, None, 0, shape))
 
     @staticmethod
     def place(shape: Shape, itemsize: int, placed: Iterable[tuple[Shape, Plan]]) -> Plan:
@@ -102,9 +79,11 @@ class Plan:
             if n > 0:
                 offset = box.offset + (lo - box.lo[axis]) * box.steps[axis]
                 boxes.append(
-                    _box(_set(box.lo, axis, lo - start), _set(box.size, axis, n), box.source, offset, box.steps)
+                    make_box(
+                        replaced(box.lo, axis, lo - start), replaced(box.size, axis, n), box.source, offset, box.steps
+                    )
                 )
-        return Plan(_set(self.shape, axis, stop - start), self.itemsize, tuple(boxes))
+        return Plan(replaced(self.shape, axis, stop - start), self.itemsize, tuple(boxes))
 
     def unstack(self) -> list[Plan]:
         """One plan for each index of the first axis; linear in the number of boxes."""
@@ -112,7 +91,7 @@ class Plan:
         for box in self.boxes:
             for i in range(box.size[0]):
                 offset = box.offset + i * box.steps[0]
-                found[box.lo[0] + i].append(_box(box.lo[1:], box.size[1:], box.source, offset, box.steps[1:]))
+                found[box.lo[0] + i].append(make_box(box.lo[1:], box.size[1:], box.source, offset, box.steps[1:]))
         return [Plan(self.shape[1:], self.itemsize, tuple(boxes)) for boxes in found]
 
     def permute(self, order: Sequence[int]) -> Plan:
@@ -121,7 +100,7 @@ class Plan:
         def pick(values: Shape) -> Shape:
             return tuple(values[i] for i in order)
 
-        boxes = tuple(_box(pick(b.lo), pick(b.size), b.source, b.offset, pick(b.steps)) for b in self.boxes)
+        boxes = tuple(make_box(pick(b.lo), pick(b.size), b.source, b.offset, pick(b.steps)) for b in self.boxes)
         return Plan(pick(self.shape), self.itemsize, boxes)
 
     def reshape(self, shape: Sequence[int]) -> Plan:
@@ -146,27 +125,28 @@ class Plan:
 
     def _insert(self, axis: int) -> Plan:
         boxes = tuple(
-            Box(_ins(b.lo, axis, 0), _ins(b.size, axis, 1), b.source, b.offset, _ins(b.steps, axis, 0))
+            Box(inserted(b.lo, axis, 0), inserted(b.size, axis, 1), b.source, b.offset, inserted(b.steps, axis, 0))
             for b in self.boxes
         )
-        return Plan(_ins(self.shape, axis, 1), self.itemsize, boxes)
+        return Plan(inserted(self.shape, axis, 1), self.itemsize, boxes)
 
     def _drop(self, axis: int) -> Plan:
         boxes = tuple(
-            Box(_del(b.lo, axis), _del(b.size, axis), b.source, b.offset, _del(b.steps, axis)) for b in self.boxes
+            Box(dropped(b.lo, axis), dropped(b.size, axis), b.source, b.offset, dropped(b.steps, axis))
+            for b in self.boxes
         )
-        return Plan(_del(self.shape, axis), self.itemsize, boxes)
+        return Plan(dropped(self.shape, axis), self.itemsize, boxes)
 
     def _split(self, axis: int, inner: int) -> Plan:
         """Axis of ``a * inner`` elements becomes two axes ``(a, inner)``."""
-        boxes = [piece for box in self.boxes for piece in _split_box(box, axis, inner)]
+        boxes = [piece for box in self.boxes for piece in split_box(box, axis, inner)]
         shape = (*self.shape[:axis], self.shape[axis] // inner, inner, *self.shape[axis + 1 :])
         return Plan(shape, self.itemsize, tuple(boxes))
 
     def _merge(self, axis: int) -> Plan:
         """Axes ``axis`` and ``axis + 1`` become one."""
         inner = self.shape[axis + 1]
-        boxes = [piece for box in self.boxes for piece in _merge_box(box, axis, inner)]
+        boxes = [piece for box in self.boxes for piece in merge_box(box, axis, inner)]
         shape = (*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :])
         return Plan(shape, self.itemsize, tuple(boxes))
 
@@ -186,7 +166,7 @@ class Plan:
         while len(boxes) < count:
             count = len(boxes)
             for axis in reversed(range(len(self.shape))):
-                boxes = _join_along(boxes, axis)
+                boxes = join_along(boxes, axis)
         return Plan(self.shape, self.itemsize, tuple(sorted(boxes, key=lambda b: (b.lo, b.size))))
 
     def as_region(self) -> tuple[Source, int] | None:
@@ -220,11 +200,11 @@ def concat(plans: Sequence[Plan], axis: int) -> Plan:
     first = plans[0]
     start, placed = 0, []
     for plan in plans:
-        if _del(plan.shape, axis) != _del(first.shape, axis) or plan.itemsize != first.itemsize:
+        if dropped(plan.shape, axis) != dropped(first.shape, axis) or plan.itemsize != first.itemsize:
             raise ValueError(f"cannot join {plan.shape} to {first.shape} along axis {axis}")
-        placed.append((_set((0,) * len(plan.shape), axis, start), plan))
+        placed.append((replaced((0,) * len(plan.shape), axis, start), plan))
         start += plan.shape[axis]
-    return Plan.place(_set(first.shape, axis, start), first.itemsize, placed)
+    return Plan.place(replaced(first.shape, axis, start), first.itemsize, placed)
 
 
 def stack(plans: Sequence[Plan]) -> Plan:
@@ -232,20 +212,9 @@ def stack(plans: Sequence[Plan]) -> Plan:
     return concat([plan._insert(0) for plan in plans], 0)
 
 
-def _set(values: Shape, axis: int, value: int) -> Shape:
-    return (*values[:axis], value, *values[axis + 1 :])
-
-
-def _ins(values: Shape, axis: int, value: int) -> Shape:
-    return (*values[:axis], value, *values[axis:])
-
-
-def _del(values: Shape, axis: int) -> Shape:
-    return values[:axis] + values[axis + 1 :]
-
-
-def _tile(box: Box) -> tuple[Box, ...]:
-    return (box,) if all(box.size) else ()
+def _whole(shape: Shape, source: Source | None, offset: int, steps: Shape) -> tuple[Box, ...]:
+    """One box for all of a tensor; none for an empty one."""
+    return (make_box((0,) * len(shape), shape, source, offset, steps),) if all(shape) else ()
 
 
 def _matching_groups(old: Shape, new: Shape) -> list[tuple[Shape, Shape]]:
@@ -264,87 +233,3 @@ def _matching_groups(old: Shape, new: Shape) -> list[tuple[Shape, Shape]]:
                 right, j = right * new[j], j + 1
         groups.append((old[a:i], new[b:j]))
     return groups
-
-
-def _split_box(box: Box, axis: int, inner: int) -> list[Box]:
-    lo, n, step = box.lo[axis], box.size[axis], box.steps[axis]
-    row, column = divmod(lo, inner)
-    last_row, last_column = divmod(lo + n, inner)
-    runs: list[tuple[int, int, int, int]] = []  # row, rows, column, columns
-    if row == last_row or (row + 1 == last_row and not last_column):
-        runs.append((row, 1, column, n))
-    else:
-        if column:
-            runs.append((row, 1, column, inner - column))
-            row += 1
-        if last_row > row:
-            runs.append((row, last_row - row, 0, inner))
-        if last_column:
-            runs.append((last_row, 1, 0, last_column))
-    return [
-        _box(
-            (*box.lo[:axis], r, c, *box.lo[axis + 1 :]),
-            (*box.size[:axis], rows, columns, *box.size[axis + 1 :]),
-            box.source,
-            box.offset + (r * inner + c - lo) * step,
-            (*box.steps[:axis], step * inner, step, *box.steps[axis + 1 :]),
-        )
-        for r, rows, c, columns in runs
-    ]
-
-
-def _merge_box(box: Box, axis: int, inner: int) -> list[Box]:
-    (row, column), (rows, columns) = box.lo[axis : axis + 2], box.size[axis : axis + 2]
-    outer_step, step = box.steps[axis : axis + 2]
-    straight = columns == inner and (box.source is None or columns == 1 or outer_step == inner * step)
-    if rows == 1:
-        runs = [(row, 1, step)]
-    elif straight:
-        runs = [(row, rows, outer_step if columns == 1 else step)]
-    else:
-        runs = [(r, 1, step) for r in range(row, row + rows)]
-    return [
-        _box(
-            (*box.lo[:axis], r * inner + column, *box.lo[axis + 2 :]),
-            (*box.size[:axis], count * columns, *box.size[axis + 2 :]),
-            box.source,
-            box.offset + (r - row) * outer_step,
-            (*box.steps[:axis], new_step, *box.steps[axis + 2 :]),
-        )
-        for r, count, new_step in runs
-    ]
-
-
-def _join_along(boxes: list[Box], axis: int) -> list[Box]:
-    """One pass of joins along ``axis``: boxes equal on all other axes that follow one another."""
-    lanes: dict[tuple[object, ...], list[Box]] = defaultdict(list)
-    for box in boxes:
-        lanes[(_del(box.lo, axis), _del(box.size, axis), _del(box.steps, axis), box.source)].append(box)
-    joined: list[Box] = []
-    for lane in lanes.values():
-        lane.sort(key=lambda b: b.lo[axis])
-        current = lane[0]
-        for box in lane[1:]:
-            both = _joined(current, box, axis)
-            if both is None:
-                joined.append(current)
-                current = box
-            else:
-                current = both
-        joined.append(current)
-    return joined
-
-
-def _joined(a: Box, b: Box, axis: int) -> Box | None:
-    n = a.size[axis]
-    if a.lo[axis] + n != b.lo[axis]:
-        return None
-    size = _set(a.size, axis, n + b.size[axis])
-    if a.source is None:
-        return _box(a.lo, size, None, 0, a.steps)
-    step = a.steps[axis] if n > 1 else (b.offset - a.offset)
-    if step < 0:  # readers take the span from the first to the last byte
-        return None
-    if b.offset != a.offset + n * step or (b.size[axis] > 1 and b.steps[axis] != step):
-        return None
-    return _box(a.lo, size, a.source, a.offset, _set(a.steps, axis, step))

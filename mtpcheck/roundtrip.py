@@ -12,10 +12,11 @@ from pathlib import Path
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import compare_files, names_of
-from mtpcheck.convert import Options, check_space, convert, other_layout
+from mtpcheck.convert import Options, convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.progress import bar
 from mtpcheck.report.report import Report, of_group
+from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 from mtpcheck.verify import compare_checkpoints, require_mtp, summary
 

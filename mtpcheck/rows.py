@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from mtpcheck.box import Shape
 from mtpcheck.errors import FamilyError
-from mtpcheck.plan import Plan, Shape, concat, stack
+from mtpcheck.plan import Plan, concat, stack
 
 PartShape = tuple[Shape, ...]
 """Shape of a part, one inner tuple for each stored axis: ``((groups, heads, dim), (hidden,))`` is stored 2-D."""

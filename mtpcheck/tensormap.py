@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from mtpcheck.box import Shape
 from mtpcheck.family import Model
-from mtpcheck.plan import Plan, Shape
+from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpcheck import move
+from mtpcheck.box import Box
 from mtpcheck.move import fill, read_plan, slabs
-from mtpcheck.plan import Box, Plan, concat, stack
+from mtpcheck.plan import Plan, concat, stack
 from mtpcheck.rows import Row, factored
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from mtpcheck.box import Shape
 from mtpcheck.compare import Difference, compare_all, differs
-from mtpcheck.plan import Shape
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.tensormap import TensorMap, TensorRef

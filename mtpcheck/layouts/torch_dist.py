@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mtpcheck.box import Shape, contiguous_steps
 from mtpcheck.errors import FormatError, UnsupportedError
 from mtpcheck.files import LocalFile, Source
 from mtpcheck.layouts.hf import read_json
@@ -30,7 +31,7 @@ from mtpcheck.layouts.zipstore import (
     read_archive,
     unpickle,
 )
-from mtpcheck.plan import Plan, Shape, contiguous_steps
+from mtpcheck.plan import Plan
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
 
 TRACKER = "latest_checkpointed_iteration.txt"

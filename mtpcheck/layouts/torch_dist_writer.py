@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mtpcheck.box import Shape
 from mtpcheck.dialect import ExtraState, Spec
 from mtpcheck.layouts.zipstore import TORCH_DTYPES, archive
 from mtpcheck.move import fill, scratch, slabs, write_at
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
-from mtpcheck.plan import Plan, Shape
+from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
 
 _TORCH: Mapping[str, torch.dtype] = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError
 from mtpcheck.files import Source, read
-from mtpcheck.plan import Shape
 
 TORCH_DTYPES: Mapping[str, str] = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32",

@@ -158,7 +158,7 @@ def bench(folder: Path, nbytes: int, runs: int) -> None:
         first, second = folder / row.first, folder / row.second
         memory = ""
         if isinstance(row.command, str):
-            call = [sys.executable, __file__, "--work", row.command, first, second, "--runs", str(runs)]
+            call = [sys.executable, __file__, "--work", row.command, str(first), str(second), "--runs", str(runs)]
             done = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
             seconds[row.name], memory = done["seconds"], f"{done['peak'] / 1e6:.0f} MB"
         else:

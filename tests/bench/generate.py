@@ -110,9 +110,10 @@ def _llama() -> Config:
 def tensors_of(config: Config) -> Iterator[Tensor]:
     """Every tensor, in the order of the model."""
     hidden, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    dense_layers = config.get("first_k_dense_replace") or layers
     yield "model.embed_tokens.weight", "BF16", (vocab, hidden)
     for k in range(layers):
-        yield from _layer(config, f"model.layers.{k}", dense=k < config.get("first_k_dense_replace", layers))
+        yield from _layer(config, f"model.layers.{k}", dense=k < dense_layers)
     yield "model.norm.weight", "BF16", (hidden,)
     yield "lm_head.weight", "BF16", (vocab, hidden)
     if config["model_type"] == "glm4_moe":
