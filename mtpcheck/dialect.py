@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
 from mtpcheck.facts import ArgRow, arg_rows
-from mtpcheck.family import Model, family_names, load_family, specimen
+from mtpcheck.family import Model, family_names, load_family, specimens
 from mtpcheck.rows import Row, prove_invertible
 
 Spec = Literal["te", "local"]
@@ -36,7 +36,7 @@ class Role:
     """The stacked counter (``e``) and, in ``count``, the fact that gives its length."""
     count: str
     each: str
-    beside: str
+    beside: tuple[str, ...]
     pad: bool
     shard: int | None
     extra: frozenset[str]
@@ -50,7 +50,7 @@ class Role:
 
     def fits(self, parts: Collection[str]) -> bool:
         """Whether a layer with these parts has this role."""
-        return (not self.beside or self.beside in parts) and self.templates(0)[0] in parts
+        return all(part in parts for part in self.beside) and self.templates(0)[0] in parts
 
 
 def _role(what: str, entry: dict[str, Any]) -> Role:
@@ -66,7 +66,7 @@ def _role(what: str, entry: dict[str, Any]) -> Role:
         counter=next(iter(stack), ""),
         count=next(iter(stack.values()), ""),
         each=entry.get("each", ""),
-        beside=entry.get("beside", ""),
+        beside=tuple(entry.get("beside", ())),
         pad="pad" in entry,
         shard=entry.get("shard"),
         extra=frozenset(entry.get("extra", ())),
@@ -102,6 +102,11 @@ class Dialect:
     bare_extra: Mapping[str, Mapping[str, list[str]]]
     args: tuple[ArgRow, ...]
     constants: Mapping[str, Any]
+
+    @cached_property
+    def told(self) -> frozenset[str]:
+        """Facts that Megatron has a word for."""
+        return frozenset(row.fact for row in self.args if row.fact)
 
     def rows(self, model: Model, spec: Spec, padded_vocab: int, stored: Collection[str] | None = None) -> Spelling:
         """Rows for every part of ``model`` that Megatron has a place for (copies have none).
@@ -245,7 +250,8 @@ def load_dialect(name: str = "core") -> Dialect:
 def _specimens() -> Iterator[tuple[Model, Spec]]:
     for name in family_names():
         for spec in ("te", "local"):
-            yield specimen(load_family(name)), spec
+            for model in specimens(load_family(name)):
+                yield model, spec
 
 
 def prove_complete(dialect: Dialect, model: Model, spec: Spec) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic that family files may use: names, whole numbers, ``+ - * /`` (exact) and comparisons."""
+"""The arithmetic that family files may use: names, whole numbers, ``+ - * /`` (exact), comparisons, list elements."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
 }
 
 
@@ -48,8 +49,13 @@ def evaluate(expression: str | int, names: Mapping[str, Any]) -> Any:
 
 def _evaluate(node: ast.expr, names: Mapping[str, Any], whole: str) -> Any:
     match node:
-        case ast.Constant(value=int() as value):
+        case ast.Constant(value=(int() | str()) as value):
             return value
+        case ast.Subscript(value=ast.Name(id=name), slice=index):
+            elements, at = names.get(name) or [], _evaluate(index, names, whole)
+            if not isinstance(elements, list):
+                raise FamilyError(f"{name!r} is {elements!r}, expected a list, needed for {whole!r}")
+            return elements[at] if at < len(elements) else None  # a list that is not given says nothing
         case ast.Name(id=name):
             if names.get(name) is None:
                 raise FamilyError(f"{name!r} is not known, needed for {whole!r}")
@@ -58,7 +64,7 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any], whole: str) -> Any:
             return _OPERATORS[type(op)](_evaluate(left, names, whole), _evaluate(right, names, whole))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_evaluate(left, names, whole), _evaluate(right, names, whole))
-    raise FamilyError(f"{whole!r}: only names, whole numbers, + - * / and comparisons are allowed")
+    raise FamilyError(f"{whole!r}: only names, whole numbers, + - * /, comparisons and list elements are allowed")
 
 
 def expand(template: str, names: Mapping[str, Any]) -> str:

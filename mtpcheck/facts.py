@@ -29,6 +29,8 @@ class ConfigRow:
     fact: str | None = None
     default: Any = MISSING
     equals: Any = MISSING
+    none: Any = MISSING
+    """Another way to write null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class ArgRow:
     value: Any = None
     by: str = ""
     beside: str = ""
+    write_only: bool = False
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -53,10 +56,9 @@ def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else entry
-        check_keys(f"{what}: {key}", entry, {"fact", "default", "is"})
-        rows.append(
-            ConfigRow(_spellings(key), entry.get("fact"), entry.get("default", MISSING), entry.get("is", MISSING))
-        )
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none"})
+        given = {name: entry.get(name, MISSING) for name in ("default", "none")}
+        rows.append(ConfigRow(_spellings(key), entry.get("fact"), equals=entry.get("is", MISSING), **given))
     return tuple(rows)
 
 
@@ -64,12 +66,18 @@ def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else dict(entry)
-        check_keys(f"{what}: {key}", entry, {"fact", "rule", "default", "is", "value", "by", "beside"})
+        check_keys(f"{what}: {key}", entry, {"fact", "rule", "default", "is", "value", "by", "beside", "write_only"})
         entry["equals"] = entry.pop("is", MISSING)
         if entry.get("rule", "same") not in _RULES:
             raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
         rows.append(ArgRow(_spellings(key), **entry))
     return tuple(rows)
+
+
+def holds(condition: str, facts: Mapping[str, Any]) -> bool:
+    """Whether a fact is true, or after ``not`` is not; an empty condition always holds."""
+    fact = condition.removeprefix("not ")
+    return not condition or bool(facts.get(fact)) is (fact == condition)
 
 
 # ---- Hugging Face
@@ -104,6 +112,7 @@ def facts_from_config(
     for row in rows:
         key = next((key for key in row.keys if lookup(config, key) is not MISSING), row.keys[0])
         found = lookup(config, key)
+        found = None if found is not MISSING and found == row.none else found
         if row.fact is None:
             if found is not MISSING and found != row.equals:
                 raise UnsupportedError(
@@ -112,7 +121,7 @@ def facts_from_config(
         elif found is MISSING or (found is None and row.default is not MISSING):
             if row.default is MISSING:
                 raise UnsupportedError(f"config.json: {' or '.join(row.keys)} is missing")
-            facts[row.fact] = _default(row, facts)
+            facts[row.fact] = default_of(row, facts)
         else:
             facts[row.fact] = found
         _check_count(f"config.json: {key}", row.fact, facts)
@@ -129,10 +138,10 @@ def _check_count(what: str, fact: str | None, facts: Mapping[str, Any]) -> None:
         raise FormatError(f"{what} is {value!r}, expected a whole number from {least} to {most}")
 
 
-def _default(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
+def default_of(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
     """A default is a plain value, or an expression over facts already known."""
     if isinstance(row.default, str) and row.fact != "dtype":
-        return evaluate(row.default, facts)
+        return facts.get(row.default) if row.default.isidentifier() else evaluate(row.default, facts)
     return row.default
 
 
@@ -146,13 +155,16 @@ def config_from_facts(
     config: dict[str, Any] = _copy(original or {})
     for row in rows:
         value = row.equals if row.fact is None else facts.get(row.fact, MISSING)
+        if value is MISSING and original is None and row.default is not MISSING:
+            value = default_of(row, facts)
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
-        default = _default(row, facts) if row.default is not MISSING else row.equals
+        default = default_of(row, facts) if row.default is not MISSING else row.equals
         for key in present:
-            unsaid = lookup(config, key) is None and value == default
-            if not unsaid:
+            unsaid = lookup(config, key) in (None, row.none) and value == default
+            if not unsaid and value is not MISSING:
                 store(config, key, value)
-        if not present and value is not MISSING and (original is None or value != default):
+        plain = original is None and "." not in row.keys[0]
+        if not present and value is not MISSING and (plain or value != default):
             store(config, row.keys[0], value)
     return config
 
@@ -176,13 +188,13 @@ def facts_from_args(
     facts = dict(known or {})
     for row in rows:
         found = next((args[key] for key in row.keys if key in args), row.default)
-        if found is MISSING or (row.beside and not facts.get(row.beside)):
+        if row.write_only or found is MISSING or not holds(row.beside, facts):
             continue
         if row.fact is None:
             if found != row.equals:
                 raise UnsupportedError(f"Megatron argument {row.keys[0]} is {found!r}, expected {row.equals!r}")
         else:
-            facts[row.fact] = _RULES[row.rule][1](row, found, facts)
+            facts[row.fact] = _RULES[row.rule][1](row, found, facts, args)
         _check_count(f"Megatron argument {row.keys[0]}", row.fact, facts)
     return facts
 
@@ -191,11 +203,11 @@ def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[
     """Megatron arguments of a model, under all spellings."""
     args: dict[str, Any] = {}
     for row in rows:
-        if row.beside and not facts.get(row.beside):
+        if not holds(row.beside, facts):
             continue
         if row.fact is None:
             value = row.equals
-        elif facts.get(row.fact) is None and row.rule == "same":
+        elif facts.get(row.fact) is None and row.rule in ("same", "groups"):
             continue
         else:
             value = _RULES[row.rule][0](row, facts.get(row.fact), facts)
@@ -209,7 +221,7 @@ def _first_dense(row: ArgRow, dense: Any, facts: Mapping[str, Any]) -> Any:
     return [0] * dense + [1] * (facts["layers"] - dense)
 
 
-def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any]) -> Any:
+def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
     if not facts.get("experts"):
         return None
     if isinstance(frequency, list):
@@ -221,7 +233,7 @@ def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any]) -> Any:
     raise UnsupportedError(f"Megatron argument {row.keys[0]} is {frequency!r}; dense layers must come first")
 
 
-def _divided(row: ArgRow, product: Any, facts: Mapping[str, Any]) -> Any:
+def _divided(row: ArgRow, product: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
     by = facts.get(row.by)
     if not product or not by:
         return 0
@@ -236,15 +248,31 @@ def _torch_dtype(row: ArgRow, name: Any, facts: Mapping[str, Any]) -> Any:
     return getattr(torch, name) if name else None
 
 
+def _groups(row: ArgRow, groups: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
+    """``num_query_groups`` has a meaning only under ``group_query_attention``."""
+    return groups if args.get("group_query_attention") else facts.get("heads")
+
+
+def _renamed(row: ArgRow, value: Any, facts: Mapping[str, Any]) -> Any:
+    return row.value.get(value, value)
+
+
+def _named(row: ArgRow, value: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
+    return {theirs: ours for ours, theirs in row.value.items()}.get(value, value)
+
+
 _RULES: dict[str, tuple[Any, Any]] = {
-    "same": (lambda row, value, facts: value, lambda row, value, facts: value),
-    "not": (lambda row, value, facts: not value, lambda row, value, facts: not value),
+    "same": (lambda row, value, facts: value, lambda row, value, facts, args: value),
+    "optional": (lambda row, value, facts: value, lambda row, value, facts, args: value),
+    "not": (lambda row, value, facts: not value, lambda row, value, facts, args: not value),
     "none_is": (
         lambda row, value, facts: None if value == row.value else value,
-        lambda row, value, facts: row.value if value is None else value,
+        lambda row, value, facts, args: row.value if value is None else value,
     ),
+    "renamed": (_renamed, _named),
+    "groups": (lambda row, value, facts: value, _groups),
     "times": (lambda row, value, facts: value * facts[row.by] if value else None, _divided),
     "first_dense": (_first_dense, _dense_layers),
-    "torch_dtype": (_torch_dtype, lambda row, value, facts: str(value).removeprefix("torch.") if value else None),
+    "torch_dtype": (_torch_dtype, lambda row, value, facts, args: str(value).removeprefix("torch.") if value else None),
 }
-"""rule → (fact to argument, argument to fact)"""
+"""rule → (fact to argument, argument to fact). ``optional`` writes a null, ``same`` leaves it unsaid."""

@@ -15,7 +15,7 @@ from typing import Any
 from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import evaluate, expand
-from mtpcheck.facts import ConfigRow, config_rows
+from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
 _FAMILY_KEYS = {"extends", "match", "outside", "decoder", "mtp", "facts", "config"}
@@ -31,13 +31,13 @@ class Block:
     hf: Mapping[str, Any]
     each: Mapping[str, str]
     when: Mapping[str, str]
-    """Part → the fact that must be true for it to exist."""
+    """Part → the fact that must be true, or after ``not`` must not, for it to exist."""
     copies: Mapping[str, Mapping[str, str]]
     facts: Mapping[str, Any]
     config: tuple[ConfigRow, ...]
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
-        return [part for part in self.parts if part not in self.when or facts.get(self.when[part])]
+        return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
 
 
 @lru_cache(maxsize=64)
@@ -201,20 +201,22 @@ def load_family(name: str) -> Family:
         fixed=table.get("facts", {}),
         config=config_rows(f"families/{name}.yaml", table.get("config", {})),
     )
-    model = specimen(family)
-    prove_invertible(model.rows, model.shapes)
+    for model in specimens(family):
+        prove_invertible(model.rows, model.shapes)
     return family
 
 
-def specimen(family: Family) -> Model:
-    """The family at the smallest size that has every option on, for proofs."""
-    return family.model({**_SPECIMEN, **family.all_fixed})
+def specimens(family: Family) -> tuple[Model, Model]:
+    """The family at the smallest size, with every option on and with every option off, for proofs."""
+    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers"), 0)
+    return tuple(family.model({**_SPECIMEN, **options, **family.all_fixed}) for options in ({}, off))  # type: ignore[return-value]
 
 
 _SPECIMEN: dict[str, Any] = {
     "layers": 2, "mtp_stored": 2, "vocab": 7, "hidden": 6, "heads": 4, "groups": 2, "head_dim": 2, "ffn": 5,
     "experts": 2, "expert_ffn": 3, "shared_experts": 2, "dense_layers": 1, "qkv_bias": True, "qk_norm": True,
-    "tied": False,
+    "tied": False, "q_lora": 8, "kv_lora": 9, "nope_dim": 3, "rope_dim": 2, "v_dim": 7, "index_heads": 3,
+    "index_dim": 4, "indexer_types": ["full", "shared", "full"],
 }  # fmt: skip
 """Axes of unequal lengths, so that an exchange of two shows."""
 

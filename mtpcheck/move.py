@@ -18,8 +18,8 @@ from mtpcheck.box import Box, Shape, contiguous_steps
 from mtpcheck.files import Source
 from mtpcheck.plan import Plan
 
-SLAB = 256 << 10
-"""Bytes of one step: large enough to amortise a call, small enough to stay in a core's cache."""
+SLAB = 2 << 20
+"""Bytes of one step. With less, two workers wait for the interpreter lock more than they gain (docs/benchmarks.md)."""
 
 _DIRECT = 32 << 10  # runs at least this long are read in place, one call each
 

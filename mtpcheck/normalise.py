@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
-from mtpcheck.facts import MISSING, facts_from_args, facts_from_config, lookup
+from mtpcheck.facts import MISSING, default_of, facts_from_args, facts_from_config, lookup
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
@@ -49,7 +49,10 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
         if facts.get(fact, value) != value:
             raise FamilyError(f"{family.name} has {fact} {value!r}, this checkpoint's arguments say {facts[fact]!r}")
     facts.update(family.all_fixed)
-    _check_known(family, facts)
+    _fill_defaults(family, facts)
+    if checkpoint.manifest is not None:
+        lent = facts_from_config(family.all_config, checkpoint.manifest.config, family.all_fixed)
+        facts.update({fact: value for fact, value in lent.items() if fact not in dialect.told})
     notes: list[Finding] = []
     if facts.get("vocab") is None:
         facts["vocab"] = rows = _embedding_rows(checkpoint)
@@ -102,12 +105,17 @@ def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, 
     return facts, findings
 
 
-def _check_known(family: Family, facts: Mapping[str, Any]) -> None:
-    needed = {row.fact for row in family.all_config if row.fact and row.default is MISSING}
-    needed |= {"groups", "head_dim"}
-    missing = sorted(fact for fact in needed if facts.get(fact) is None)
-    if missing:
-        raise UnsupportedError(f"the stored training arguments do not tell {', '.join(missing)} for {family.name}")
+def _fill_defaults(family: Family, facts: dict[str, Any]) -> None:
+    """Facts that the arguments could tell and do not have the default that an HF config would give them.
+
+    Raises UnsupportedError for those without one.
+    """
+    for row in family.all_config:
+        if row.fact and row.fact in load_dialect().told and facts.get(row.fact) is None:
+            if row.default is MISSING:
+                what = f"the stored training arguments do not tell {row.fact}"
+                raise UnsupportedError(f"{what}, which {family.name} needs ({row.keys[0]})")
+            facts[row.fact] = default_of(row, facts)
 
 
 def _with_stored_layers(family: Family, facts: dict[str, Any], is_stored: Callable[[Model, int], bool]) -> Model:

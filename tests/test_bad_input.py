@@ -272,52 +272,52 @@ def truncated(name: str, to: int) -> Damage:
 
 
 MEGATRON: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
-    "tracker to nowhere": ("dense_tp1", tracker("7"), ("latest_checkpointed_iteration.txt", "iter_0000007")),
-    "tracker garbage": ("dense_tp1", tracker("one\n"), ("latest_checkpointed_iteration.txt", "'one'", "expected")),
-    "tracker endless": ("dense_tp1", tracker("9" * 5000), ("latest_checkpointed_iteration.txt", "9999")),
-    "interrupted": ("dense_tp1", iteration(removed("metadata.json")), ("no metadata.json", "interrupted")),
-    "no .metadata": ("dense_tp1", iteration(removed(".metadata")), ("no .metadata", "hidden")),
+    "tracker to nowhere": ("dense2_tp1", tracker("7"), ("latest_checkpointed_iteration.txt", "iter_0000007")),
+    "tracker garbage": ("dense2_tp1", tracker("one\n"), ("latest_checkpointed_iteration.txt", "'one'", "expected")),
+    "tracker endless": ("dense2_tp1", tracker("9" * 5000), ("latest_checkpointed_iteration.txt", "9999")),
+    "interrupted": ("dense2_tp1", iteration(removed("metadata.json")), ("no metadata.json", "interrupted")),
+    "no .metadata": ("dense2_tp1", iteration(removed(".metadata")), ("no .metadata", "hidden")),
     "zarr": (
-        "dense_tp1", iteration(written("metadata.json", b'{"sharded_backend": "zarr"}')),
+        "dense2_tp1", iteration(written("metadata.json", b'{"sharded_backend": "zarr"}')),
         ("metadata.json", "'zarr'", "only 'torch_dist'"),
     ),
-    "metadata.json no JSON": ("dense_tp1", iteration(written("metadata.json", b"")), ("metadata.json", "not valid")),
-    "a rank is missing": ("dense_tp1", iteration(removed("__0_1.distcp")), ("__0_1.distcp is missing",)),
-    "cut off": ("dense_tp1", truncated("__0_0.distcp", 1000), ("__0_0.distcp", "the file has 1000", "cut off")),
-    ".metadata empty": ("dense_tp1", truncated(".metadata", 0), (".metadata", "damaged pickle")),
-    ".metadata cut off": ("dense_tp1", truncated(".metadata", 1000), (".metadata", "damaged pickle")),
-    ".metadata a list": ("dense_tp1", metadata(lambda content: [1]), (".metadata", "not the metadata")),
-    ".metadata evil": ("dense_tp1", metadata(lambda content: Evil()), (".metadata", "posix.system", "refused")),
+    "metadata.json no JSON": ("dense2_tp1", iteration(written("metadata.json", b"")), ("metadata.json", "not valid")),
+    "a rank is missing": ("dense2_tp1", iteration(removed("__0_1.distcp")), ("__0_1.distcp is missing",)),
+    "cut off": ("dense2_tp1", truncated("__0_0.distcp", 1000), ("__0_0.distcp", "the file has 1000", "cut off")),
+    ".metadata empty": ("dense2_tp1", truncated(".metadata", 0), (".metadata", "damaged pickle")),
+    ".metadata cut off": ("dense2_tp1", truncated(".metadata", 1000), (".metadata", "damaged pickle")),
+    ".metadata a list": ("dense2_tp1", metadata(lambda content: [1]), (".metadata", "not the metadata")),
+    ".metadata evil": ("dense2_tp1", metadata(lambda content: Evil()), (".metadata", "posix.system", "refused")),
     ".metadata of words": (
-        "dense_tp1", metadata(lambda content: content.storage_data.update(a="b")), (".metadata", "malformed")
+        "dense2_tp1", metadata(lambda content: content.storage_data.update(a="b")), (".metadata", "malformed")
     ),
     "entry of nothing": (
-        "dense_tp1", metadata(lambda content: content.state_dict_metadata.update(a=None)), (".metadata", "malformed")
+        "dense2_tp1", metadata(lambda content: content.state_dict_metadata.update(a=None)), (".metadata", "malformed")
     ),
-    "size a word": ("dense_tp1", described(size=("a", "b")), (".metadata", "malformed")),
-    "chunk outside": ("dense_tp1", described(size=(1, 1)), (".metadata", "outside its shape")),
-    "chunk missing": ("dense_tp1", described(size=(10**9, 64)), (".metadata", "word_embeddings", "is missing")),
+    "size a word": ("dense2_tp1", described(size=("a", "b")), (".metadata", "malformed")),
+    "chunk outside": ("dense2_tp1", described(size=(1, 1)), (".metadata", "outside its shape")),
+    "chunk missing": ("dense2_tp1", described(size=(10**9, 64)), (".metadata", "word_embeddings", "is missing")),
     "unknown dtype": (
-        "dense_tp1", metadata(lambda content: [
+        "dense2_tp1", metadata(lambda content: [
             setattr(e.properties, "dtype", __import__("torch").complex64)
             for e in content.state_dict_metadata.values() if hasattr(e, "properties")
         ] and None),
         (".metadata", "complex64"),
     ),
-    "leads out": ("dense_tp1", relocated(relative_path="../x.distcp"), (".metadata", "'../x.distcp'", "leads out")),
-    "absolute": ("dense_tp1", relocated(relative_path="/etc/passwd"), (".metadata", "'/etc/passwd'", "leads out")),
-    "offset negative": ("dense_tp1", relocated(offset=-5), ("word_embeddings", "bytes -5")),
-    "offset a word": ("dense_tp1", relocated(offset="x"), (".metadata", "malformed", "word_embeddings")),
-    "transform": ("dense_tp1", relocated(transform_descriptors=["zstd"]), ("word_embeddings", "transform")),
-    "common.pt evil": ("dense_tp1", common(lambda: {"args": Evil()}), ("common.pt", "posix.system", "nothing was run")),
-    "common.pt compressed": ("dense_tp1", compressed, ("common.pt", "is compressed")),
-    "common.pt cut off": ("dense_tp1", truncated("common.pt", 4000), ("common.pt", "not a sound zip")),
-    "common.pt empty": ("dense_tp1", truncated("common.pt", 0), ("common.pt", "not a sound zip")),
-    "common.pt without arguments": ("dense_tp1", common(lambda: {}), ("no training arguments",)),
-    "common.pt no state": ("dense_tp1", common(lambda: 5), ("no training arguments",)),
-    "no common.pt": ("dense_tp1", iteration(removed("common.pt")), ("no training arguments",)),
+    "leads out": ("dense2_tp1", relocated(relative_path="../x.distcp"), (".metadata", "'../x.distcp'", "leads out")),
+    "absolute": ("dense2_tp1", relocated(relative_path="/etc/passwd"), (".metadata", "'/etc/passwd'", "leads out")),
+    "offset negative": ("dense2_tp1", relocated(offset=-5), ("word_embeddings", "bytes -5")),
+    "offset a word": ("dense2_tp1", relocated(offset="x"), (".metadata", "malformed", "word_embeddings")),
+    "transform": ("dense2_tp1", relocated(transform_descriptors=["zstd"]), ("word_embeddings", "transform")),
+    "common.pt evil": ("dense2_tp1", common(lambda: {"args": Evil()}), ("common.pt", "posix.system", "nothing was run")),
+    "common.pt compressed": ("dense2_tp1", compressed, ("common.pt", "is compressed")),
+    "common.pt cut off": ("dense2_tp1", truncated("common.pt", 4000), ("common.pt", "not a sound zip")),
+    "common.pt empty": ("dense2_tp1", truncated("common.pt", 0), ("common.pt", "not a sound zip")),
+    "common.pt without arguments": ("dense2_tp1", common(lambda: {}), ("no training arguments",)),
+    "common.pt no state": ("dense2_tp1", common(lambda: 5), ("no training arguments",)),
+    "no common.pt": ("dense2_tp1", iteration(removed("common.pt")), ("no training arguments",)),
     "arguments of words": (
-        "dense_tp1", common(lambda: {"args": Namespace(num_layers="4", hidden_size="x")}), ("no known family fits",)
+        "dense2_tp1", common(lambda: {"args": Namespace(num_layers="4", hidden_size="x")}), ("no known family fits",)
     ),
 }  # fmt: skip
 
@@ -379,12 +379,12 @@ def test_item_is_not_what_it_should_be(
     damage: Damage, words: tuple[str, ...], yard: MakeYard, cli: Cli, sentinel: Path
 ) -> None:
     """Headers alone look sound; the first read of the payload tells."""
-    place = yard("dense_tp1")
+    place = yard("dense2_tp1")
     damage(place.source)
     before = digest(place.source)
     for more in (["convert", place.source, place.target], ["roundtrip", place.source]):
         check_refused(cli(*more), place, before, ("__0_", "word_embeddings", *words))
-    check_refused(cli("verify", fixture_path("dense_tp1"), place.source), place, before, words)
+    check_refused(cli("verify", fixture_path("dense2_tp1"), place.source), place, before, words)
     assert cli("inspect", place.source).code == 0
     assert not sentinel.exists()
 
@@ -409,7 +409,7 @@ def test_no_checkpoint(make: Damage, words: tuple[str, ...], command: str, yard:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", ["qwen2_mtp", "dense_tp1"])
+@pytest.mark.parametrize("name", ["qwen2_mtp", "dense2_tp1"])
 def test_unknown_family_option(name: str, command: str, yard: MakeYard, cli: Cli) -> None:
     place = yard(name)
     before = digest(place.source)
@@ -548,7 +548,7 @@ def test_parent_not_writable(yard: MakeYard, cli: Cli, monkeypatch: pytest.Monke
 
 
 def test_target_that_appears_meanwhile_is_kept(yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = yard("dense_tp1")
+    place = yard("dense2_tp1")
     monkeypatch.setattr("mtpcheck.convert.derived_config", lambda *_: target_folder(place) and {})
     outcome = cli("convert", place.source, place.target)
     assert (outcome.code, outcome.out) == (2, "")
@@ -559,7 +559,7 @@ def test_target_that_appears_meanwhile_is_kept(yard: MakeYard, cli: Cli, monkeyp
 # ---- disks that fill up, interruptions, crashes
 
 
-@pytest.mark.parametrize("name", ["qwen2_mtp", "dense_tp1"])
+@pytest.mark.parametrize("name", ["qwen2_mtp", "dense2_tp1"])
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("command", ["convert", "roundtrip"])
 def test_disk_full(
@@ -581,7 +581,7 @@ def test_disk_full(
 
 
 def test_disk_full_at_allocation(yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = yard("dense_tp1")
+    place = yard("dense2_tp1")
 
     def fallocate(*given: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

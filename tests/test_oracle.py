@@ -18,7 +18,7 @@ from mtpcheck.tensormap import read_tensor_map
 from tests.oracle import Logits, forward, read_parts
 
 SAMPLES = Path(__file__).parent.parent / "fixtures" / "megatron" / "core-0.16.1"
-CASES = ("dense_tp1", "tied_tp1", "dense2_tp1", "moegqa_tp1", "moeall_tp1")
+CASES = ("dense_tp1", "tied_tp1", "dense2_tp1", "moegqa_tp1", "moeall_tp1", "moe_tp1")
 SAME, DIFFERENT = 1e-5, 1e-3
 
 
@@ -45,7 +45,9 @@ class Sample:
 @pytest.fixture(scope="module", params=CASES)
 def sample(request: pytest.FixtureRequest) -> Sample:
     folder = SAMPLES / request.param
-    tensor_map = read_tensor_map(open_checkpoint(folder / "torch_dist"))
+    tensor_map = read_tensor_map(
+        open_checkpoint(folder / "torch_dist"), "qwen2" if request.param == "dense_tp1" else None
+    )
     return Sample(read_parts(tensor_map), dict(tensor_map.facts), load_file(folder / "oracle.safetensors"))
 
 

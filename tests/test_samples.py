@@ -8,6 +8,7 @@ import pytest
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import Options, convert
+from mtpcheck.errors import FamilyError
 from mtpcheck.tensormap import TensorMap, read_tensor_map
 from mtpcheck.verify import verify
 
@@ -20,6 +21,8 @@ FAMILIES = {
     "moegqa": ("glm4_moe", 1),
     "moegqa_te": ("glm4_moe", 1),
     "moeall": ("glm4_moe", 1),
+    "moe": ("deepseek_v3", 1),
+    "moe_te": ("deepseek_v3", 1),
 }
 CASES = sorted(path.parent for path in SAMPLES.glob("core-*/*/torch_dist"))
 
@@ -35,7 +38,9 @@ def parent(case: Path) -> Path:
 
 
 def open_map(folder: Path) -> TensorMap:
-    return read_tensor_map(open_checkpoint(folder))
+    """Of the families that fit by arguments and keys (Qwen2 and MiMo fit the dense ones), the one we made it as."""
+    family = next((name for stem, (name, _) in FAMILIES.items() if f"/{stem}_" in str(folder)), None)
+    return read_tensor_map(open_checkpoint(folder), family)
 
 
 def read(tensor_map: TensorMap) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -60,11 +65,12 @@ def test_every_key_form_and_topology_gives_the_same_map(case: Path) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES])
 def test_to_hf_and_back_gives_it_again(name: str, spec: str, tmp_path: Path) -> None:
     source = SAMPLES / "core-0.16.1" / f"{name}_tp1" / "torch_dist"
-    convert(source, tmp_path / "hf")
+    family = FAMILIES[name][0]
+    convert(source, tmp_path / "hf", family=family)
     convert(tmp_path / "hf", tmp_path / "back", options=Options(spec=spec))  # type: ignore[arg-type]
-    assert read(open_map(source)) == read(open_map(tmp_path / "back"))
-    assert verify(source, tmp_path / "hf").verdict == "holds"
-    assert verify(source, tmp_path / "back").verdict == "holds"
+    assert read(open_map(source)) == read(read_tensor_map(open_checkpoint(tmp_path / "back"), family))
+    assert verify(source, tmp_path / "hf", family).verdict == "holds"
+    assert verify(source, tmp_path / "back", family).verdict == "holds"
 
 
 def test_rows_beyond_the_vocabulary_are_reported(tmp_path: Path) -> None:
@@ -107,6 +113,14 @@ def test_wrapper_prefixes_and_the_other_inner_name(prefix: str, tmp_path: Path) 
             object.__setattr__(index, "fqn", respell(index.fqn))
 
     edit_metadata(folder, change)
-    found = open_map(folder)
+    found = read_tensor_map(open_checkpoint(folder), "qwen2")
     assert found.findings == ()
     assert read(found) == read(open_map(parent(SAMPLES / "dense_tp1")))
+
+
+def test_two_families_that_fit_are_named_and_not_chosen_between() -> None:
+    source = SAMPLES / "core-0.16.1" / "dense_tp1" / "torch_dist"
+    with pytest.raises(FamilyError, match="fit mimo, qwen2; --family decides"):
+        read_tensor_map(open_checkpoint(source))
+    qwen, mimo = (read_tensor_map(open_checkpoint(source), name) for name in ("qwen2", "mimo"))
+    assert read(qwen) == read(mimo)

@@ -67,6 +67,17 @@ def interleave_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: 
     return torch.cat(rows)
 
 
+def exchange_halves(columns: torch.Tensor) -> torch.Tensor:
+    """MiMo's projection takes the hidden state in its first columns, Megatron's the embedding."""
+    width = columns.shape[1] // 2
+    out = []
+    for column in range(width):
+        out.append(columns[:, width + column : width + column + 1])
+    for column in range(width):
+        out.append(columns[:, column : column + 1])
+    return torch.cat(out, dim=1)
+
+
 def convert_mlp(take: Take, hf: str, megatron: str) -> Tensors:
     gate, up = take(f"{hf}.gate_proj.weight"), take(f"{hf}.up_proj.weight")
     return {
@@ -91,21 +102,61 @@ def convert_moe(take: Take, hf: str, megatron: str, config: Config, spec: Spec) 
     return out | convert_mlp(take, f"{hf}.shared_experts", f"{megatron}.shared_experts")
 
 
+def convert_latent_attention(take: Take, hf: str, megatron: str, config: Config, spec: Spec) -> Tensors:
+    """The same matrices under other names.
+
+    Transformer Engine fuses each latent's norm into the layer after it, but not where an indexer wants its output.
+    """
+    out = {
+        f"{megatron}.linear_proj.weight": take(f"{hf}.o_proj.weight"),
+        f"{megatron}.linear_kv_down_proj.weight": take(f"{hf}.kv_a_proj_with_mqa.weight"),
+        f"{megatron}.linear_kv_up_proj.weight": take(f"{hf}.kv_b_proj.weight"),
+    }
+    fused = spec == "te" and "index_topk" not in config
+    norm = f"{megatron}.linear_kv_up_proj.layer_norm_weight" if fused else f"{megatron}.kv_layernorm.weight"
+    out[norm] = take(f"{hf}.kv_a_layernorm.weight")
+    if config["q_lora_rank"] is None:
+        out[f"{megatron}.linear_q_proj.weight"] = take(f"{hf}.q_proj.weight")
+    else:
+        out[f"{megatron}.linear_q_down_proj.weight"] = take(f"{hf}.q_a_proj.weight")
+        out[f"{megatron}.linear_q_up_proj.weight"] = take(f"{hf}.q_b_proj.weight")
+        norm = f"{megatron}.linear_q_up_proj.layer_norm_weight" if fused else f"{megatron}.q_layernorm.weight"
+        out[norm] = take(f"{hf}.q_a_layernorm.weight")
+    if f"{hf}.indexer.wq_b.weight" in take.left:
+        indexer = f"{megatron}.core_attention.indexer"
+        for own in ("wq_b", "wk", "weights_proj"):
+            out[f"{indexer}.linear_{own}.weight"] = take(f"{hf}.indexer.{own}.weight")
+        for kind in ("weight", "bias"):
+            out[f"{indexer}.k_norm.{kind}"] = take(f"{hf}.indexer.k_norm.{kind}")
+    return out
+
+
+def convert_grouped_attention(take: Take, hf: str, megatron: str, config: Config) -> Tensors:
+    out = {f"{megatron}.linear_proj.weight": take(f"{hf}.o_proj.weight")}
+    for kind in ("weight", "bias"):
+        if kind == "bias" and f"{hf}.q_proj.bias" not in take.left:
+            continue
+        q, k, v = (take(f"{hf}.{letter}_proj.{kind}") for letter in "qkv")
+        out[f"{megatron}.linear_qkv.{kind}"] = interleave_heads(q, k, v, config)
+    if f"{hf}.q_norm.weight" in take.left:
+        out[f"{megatron}.q_layernorm.weight"] = take(f"{hf}.q_norm.weight")
+        out[f"{megatron}.k_layernorm.weight"] = take(f"{hf}.k_norm.weight")
+    return out
+
+
 def convert_layer(take: Take, hf: str, megatron: str, config: Config, spec: Spec, moe: bool) -> Tensors:
     attention, mlp = f"{megatron}.self_attention", f"{megatron}.mlp"
-    out = {f"{attention}.linear_proj.weight": take(f"{hf}.self_attn.o_proj.weight")}
-    for kind in ("weight", "bias"):
-        if kind == "bias" and f"{hf}.self_attn.q_proj.bias" not in take.left:
-            continue
-        q, k, v = (take(f"{hf}.self_attn.{letter}_proj.{kind}") for letter in "qkv")
-        out[f"{attention}.linear_qkv.{kind}"] = interleave_heads(q, k, v, config)
-    if f"{hf}.self_attn.q_norm.weight" in take.left:
-        out[f"{attention}.q_layernorm.weight"] = take(f"{hf}.self_attn.q_norm.weight")
-        out[f"{attention}.k_layernorm.weight"] = take(f"{hf}.self_attn.k_norm.weight")
+    latent = "kv_lora_rank" in config
+    if latent:
+        out = convert_latent_attention(take, f"{hf}.self_attn", attention, config, spec)
+    else:
+        out = convert_grouped_attention(take, f"{hf}.self_attn", attention, config)
 
-    # Transformer Engine fuses a norm into the linear layer after it. An MoE layer begins with a router.
+    # Transformer Engine fuses a norm into the linear layer after it. An MoE layer begins with a router, and latent
+    # attention with two linear layers.
     te = spec == "te"
-    first = f"{attention}.linear_qkv.layer_norm_weight" if te else f"{megatron}.input_layernorm.weight"
+    fused = te and not latent
+    first = f"{attention}.linear_qkv.layer_norm_weight" if fused else f"{megatron}.input_layernorm.weight"
     fused = te and not moe
     second = f"{mlp}.linear_fc1.layer_norm_weight" if fused else f"{megatron}.pre_mlp_layernorm.weight"
     out[first] = take(f"{hf}.input_layernorm.weight")
@@ -117,13 +168,17 @@ def convert_layer(take: Take, hf: str, megatron: str, config: Config, spec: Spec
 
 
 def convert_mtp(take: Take, index: int, config: Config, spec: Spec) -> Tensors:
-    if config["model_type"] == "glm4_moe":
+    if config["model_type"] in ("glm4_moe", "glm_moe_dsa", "deepseek_v3"):
         layer = f"model.layers.{config['num_hidden_layers'] + index}"
         names = [f"{layer}.{own}.weight" for own in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
         # Megatron has no place for these; they may only repeat the model's own.
         for copy, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
             if f"{layer}.{copy}.weight" in take.left:
                 assert torch.equal(take(f"{layer}.{copy}.weight"), take.all[f"{original}.weight"])
+    elif config["model_type"] == "mimo":
+        layer = f"model.mtp_layers.{index}"
+        own_names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        names = [f"{layer}.{own}.weight" for own in own_names]
     else:
         layer = f"mtp.layers.{index}"
         prefix = "mtp" if index == 0 else layer
@@ -131,10 +186,13 @@ def convert_mtp(take: Take, index: int, config: Config, spec: Spec) -> Tensors:
         names = [f"{prefix}.{own}.weight" for own in own_names]
     megatron = f"mtp.layers.{index}"
     moe = dense_layers(config) < config["num_hidden_layers"]
+    projection = take(names[2])
+    if config["model_type"] == "mimo":
+        projection = exchange_halves(projection)
     return {
         f"{megatron}.enorm.weight": take(names[0]),
         f"{megatron}.hnorm.weight": take(names[1]),
-        f"{megatron}.eh_proj.weight": take(names[2]),
+        f"{megatron}.eh_proj.weight": projection,
         f"{megatron}.final_layernorm.weight": take(names[3]),
     } | convert_layer(take, layer, f"{megatron}.transformer_layer", config, spec, moe)
 
@@ -169,12 +227,9 @@ def expected_args(hf: Tensors, config: Config) -> Config:
         "hidden_size": config["hidden_size"],
         "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": config["num_attention_heads"],
-        "group_query_attention": True,
-        "num_query_groups": config["num_key_value_heads"],
-        "kv_channels": head_dim(config),
         "add_bias_linear": False,
         "add_qkv_bias": "model.layers.0.self_attn.q_proj.bias" in hf,
-        "qk_layernorm": "model.layers.0.self_attn.q_norm.weight" in hf,
+        "qk_layernorm": any(name.startswith("model.layers.0.self_attn.") and "norm" in name for name in hf),
         "swiglu": True,
         "normalization": "RMSNorm",
         "norm_epsilon": config["rms_norm_eps"],
@@ -185,19 +240,63 @@ def expected_args(hf: Tensors, config: Config) -> Config:
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
         "rotary_interleaved": False,
-        "multi_latent_attention": False,
+        "multi_latent_attention": "kv_lora_rank" in config,
         "num_experts": config.get("n_routed_experts"),
         "params_dtype": str(hf["model.embed_tokens.weight"].dtype),
     }
-    if config["model_type"] == "glm4_moe":
+    if "kv_lora_rank" in config:
+        args |= latent_args(config)
+    else:
+        args |= {
+            "group_query_attention": True,
+            "num_query_groups": config["num_key_value_heads"],
+            "kv_channels": head_dim(config),
+        }
+    if "n_routed_experts" in config:
+        groups, topk_groups = config["n_group"], config["topk_group"]
         dense, width = dense_layers(config), config["moe_intermediate_size"]
         args |= {
             "moe_layer_freq": [0] * dense + [1] * (config["num_hidden_layers"] - dense),
             "moe_ffn_hidden_size": width,
             "moe_shared_expert_intermediate_size": config["n_shared_experts"] * width,
             "moe_router_topk": config["num_experts_per_tok"],
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": topk_groups if groups > 1 else None,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
+        }
+    return args
+
+
+def latent_args(config: Config) -> Config:
+    args = {
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        "rope_type": "rope",
+        "experimental_attention_variant": None,
+    }
+    scaling = config.get("rope_scaling")
+    if scaling:
+        args |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": scaling["factor"],
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+            "beta_fast": scaling["beta_fast"],
+            "beta_slow": scaling["beta_slow"],
+            "mscale": scaling["mscale"],
+            "mscale_all_dim": scaling["mscale_all_dim"],
+        }
+    if "index_topk" in config:
+        args |= {
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_n_heads": config["index_n_heads"],
+            "dsa_indexer_head_dim": config["index_head_dim"],
+            "dsa_indexer_topk": config["index_topk"],
+            "dsa_indexer_topk_freq": config["index_topk_freq"],
+            "dsa_indexer_skip_topk_offset": config["index_skip_topk_offset"],
         }
     return args

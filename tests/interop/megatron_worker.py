@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -65,17 +67,15 @@ def patch_for_cpu() -> None:
 
 def transformer_config(args: Any, spec: str) -> Any:
     """Megatron-LM's `core_transformer_config_from_args` for the settings that say what model this is."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    assert args.swiglu and not args.multi_latent_attention
+    assert args.swiglu
     settings: dict[str, Any] = {
         "num_layers": args.num_layers,
         "mtp_num_layers": args.mtp_num_layers,
         "hidden_size": args.hidden_size,
         "ffn_hidden_size": args.ffn_hidden_size,
         "num_attention_heads": args.num_attention_heads,
-        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
-        "kv_channels": args.kv_channels,
         "add_bias_linear": args.add_bias_linear,
         "add_qkv_bias": args.add_qkv_bias,
         "qk_layernorm": args.qk_layernorm,
@@ -85,6 +85,13 @@ def transformer_config(args: Any, spec: str) -> Any:
         "activation_func": torch.nn.functional.silu,
         "rotary_interleaved": args.rotary_interleaved,
     }
+    if args.multi_latent_attention:
+        settings |= latent_settings(args)
+    else:
+        settings |= {
+            "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+            "kv_channels": args.kv_channels,
+        }
     if args.num_experts is not None:
         settings |= {
             "num_moe_experts": args.num_experts,
@@ -92,6 +99,8 @@ def transformer_config(args: Any, spec: str) -> Any:
             "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
             "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
             "moe_router_topk": args.moe_router_topk,
+            "moe_router_num_groups": args.moe_router_num_groups,
+            "moe_router_group_topk": args.moe_router_group_topk,
             "moe_router_score_function": args.moe_router_score_function,
             "moe_router_enable_expert_bias": args.moe_router_enable_expert_bias,
             "moe_router_topk_scaling_factor": args.moe_router_topk_scaling_factor,
@@ -118,7 +127,83 @@ def transformer_config(args: Any, spec: str) -> Any:
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**settings)
+    return (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)(**settings)
+
+
+def latent_settings(args: Any) -> dict[str, Any]:
+    settings = {
+        "multi_latent_attention": True,
+        "q_lora_rank": args.q_lora_rank,
+        "kv_lora_rank": args.kv_lora_rank,
+        "qk_head_dim": args.qk_head_dim,
+        "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim,
+        "v_head_dim": args.v_head_dim,
+        "rope_type": args.rope_type,
+        # MLA takes these from its config, not from the model's arguments.
+        "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
+        "experimental_attention_variant": args.experimental_attention_variant,
+    }
+    if args.rope_type == "yarn":
+        settings |= {
+            "rotary_scaling_factor": args.rotary_scaling_factor,
+            "original_max_position_embeddings": args.original_max_position_embeddings,
+            "beta_fast": args.beta_fast,
+            "beta_slow": args.beta_slow,
+            "mscale": args.mscale,
+            "mscale_all_dim": args.mscale_all_dim,
+        }
+    if args.experimental_attention_variant == "dsa":
+        settings |= {
+            "dsa_indexer_n_heads": args.dsa_indexer_n_heads,
+            "dsa_indexer_head_dim": args.dsa_indexer_head_dim,
+            "dsa_indexer_topk": args.dsa_indexer_topk,
+        }
+    return settings
+
+
+def sparse_layers(args: Any, layers: list[Any]) -> list[Any]:
+    """The decoder's layers and one for MTP, with sparse attention as Megatron-LM's main branch builds it.
+
+    0.16.1 has all the modules, but `get_experimental_attention_variant_module_spec` refuses the word "dsa", its spec
+    gives every layer an indexer, and it feeds the indexer before the norm. What main changed is done here.
+    """
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+    config, backend = transformer_config(args, "te"), TESpecProvider()
+    out = []
+    for number, layer in enumerate([*layers, layers[-1]], start=1):
+        attention = variants.get_dsa_module_spec_for_backend(config, backend)
+        own = attention.submodules
+        own.linear_q_up_proj = own.linear_kv_up_proj = backend.column_parallel_linear()
+        own.q_layernorm = own.kv_layernorm = backend.layer_norm(rms_norm=True, for_qk=True)
+        offset = max(args.dsa_indexer_skip_topk_offset, 1)
+        if max(number - offset, 0) % args.dsa_indexer_topk_freq:  # takes over what an earlier layer chose
+            own.core_attention = plain_attention()
+        made = copy.deepcopy(layer)
+        made.submodules.self_attention = attention
+        out.append(made)
+    return out
+
+
+def plain_attention() -> type:
+    """The core of attention for MLA, without parameters: megatron-core's own takes no width of keys and values."""
+    from megatron.core.transformer.module import MegatronModule
+
+    class PlainAttention(MegatronModule):  # type: ignore[misc]
+        def __init__(self, config: Any, softmax_scale: float, **other: Any) -> None:
+            super().__init__(config=config)
+            self.scale = softmax_scale
+
+        def forward(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **other: Any
+        ) -> Any:
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            scores = (q @ k.transpose(2, 3) * self.scale).masked_fill(mask, -torch.inf)
+            return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+    return PlainAttention
 
 
 def build(args: Any, spec: str) -> Any:
@@ -132,16 +217,23 @@ def build(args: Any, spec: str) -> Any:
         block = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=te, normalization=args.normalization
         )
+        if args.multi_latent_attention and not te:
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = plain_attention()
     elif te:
         block = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     else:
         block = gpt_layer_specs.get_gpt_layer_local_spec(
             qk_layernorm=args.qk_layernorm, normalization=args.normalization
         )
+    mtp_block = block
+    if args.multi_latent_attention and args.experimental_attention_variant == "dsa":
+        *block.layer_specs, last = sparse_layers(args, block.layer_specs)
+        mtp_block = dataclasses.replace(block, layer_specs=[last])
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
-        mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=te),
+        mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(config, mtp_block, use_transformer_engine=te),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,

@@ -17,7 +17,17 @@ from .independent import Spec, Tensors
 
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parents[1] / "fixtures"
-NAMES = ("glm4_moe", "glm4_moe_nocopies", "qwen2_mtp", "qwen3_mtp", "llama_mtp")
+NAMES = (
+    "glm4_moe",
+    "glm4_moe_nocopies",
+    "qwen2_mtp",
+    "qwen3_mtp",
+    "llama_mtp",
+    "deepseek_v3",
+    "deepseek_v3_noq",
+    "glm_moe_dsa",
+    "mimo",
+)
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
