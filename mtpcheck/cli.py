@@ -137,6 +137,7 @@ def roundtrip(
     mcore: McoreOption = Mcore.core_0_16,
     workdir: Annotated[Path | None, typer.Option(help="Folder for what is made in between.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep both results in this new folder.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Prove it from headers; read and write no weights.")] = False,
     as_json: Json = False,
     report: Reports = None,
     quiet: Quiet = False,
@@ -150,10 +151,13 @@ def roundtrip(
     Example: mtpcheck roundtrip ./GLM-4.5-Air --keep /big/disk/check
     """
     from mtpcheck.convert import Options
+    from mtpcheck.proof import prove
     from mtpcheck.roundtrip import roundtrip as run
 
     def judge() -> Report:
         options = Options(spec.value, vocab_multiple, mcore.value)
+        if plan:
+            return prove(ckpt, family, options, workdir, allow_no_mtp)
         return run(ckpt, family, options, workdir, keep, allow_no_mtp, _show_progress(as_json, quiet))
 
     return _judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)

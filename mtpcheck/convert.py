@@ -162,7 +162,7 @@ def _write_torch_dist(
     plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
     tensors = []
     for row in spelling.rows:
-        dtype = _one_dtype(row, tensor_map)
+        dtype = one_dtype(row, tensor_map)
         tensors.append(StoredChunks(row.name, dtype, row.shape(shapes), row.stack, row.chunks(plans, shapes)))
     args = {
         **dialect.constants,
@@ -185,7 +185,8 @@ def _write_torch_dist(
     return padding_findings(tensor_map)
 
 
-def _one_dtype(row: Row, tensor_map: TensorMap) -> str:
+def one_dtype(row: Row, tensor_map: TensorMap) -> str:
+    """The dtype that the parts of a row share. Raises UnsupportedError if they do not."""
     dtypes = {tensor_map.parts[part].dtype for part in row.parts}
     if len(dtypes) > 1:
         raise UnsupportedError(

@@ -98,7 +98,7 @@ def _each(template: str, each: Mapping[str, str], names: Mapping[str, Any]) -> l
     """All instances of a template over the counters it mentions."""
     for counter, count in each.items():
         if "{" + counter + "}" in template:
-            return [expand(template, {**names, counter: i}) for i in range(evaluate(count, names))]
+            return [template.replace("{" + counter + "}", str(i)) for i in range(evaluate(count, names))]
     return [template]
 
 

@@ -61,7 +61,7 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
     model = _with_stored_layers(
         family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
     )
-    return _claim(model, _megatron_rows(checkpoint, model), checkpoint, notes)
+    return _claim(model, stored_rows(checkpoint, model), checkpoint, notes)
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int:
@@ -69,8 +69,8 @@ def _embedding_rows(checkpoint: Checkpoint) -> int:
     return embedding.shape[0] if embedding is not None else 0
 
 
-def _megatron_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
-    """Rows of ``model`` in the form that this checkpoint has."""
+def stored_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
+    """Rows of ``model`` in the form that this Megatron checkpoint has."""
     padded = max(_embedding_rows(checkpoint), model.facts["vocab"])
     return load_dialect().rows(model, "te", padded, checkpoint.tensors.keys()).rows
 
@@ -80,7 +80,7 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
 
     What it says stands in the facts of the result, and is compared; an argument that cannot be read is a finding.
     """
-    rows = reference.model.rows if checkpoint.layout == "hf" else _megatron_rows(checkpoint, reference.model)
+    rows = reference.model.rows if checkpoint.layout == "hf" else stored_rows(checkpoint, reference.model)
     stored = {
         part.split(".")[1] for row in rows if row.name in checkpoint.tensors for part in row.parts if is_mtp(part)
     }

@@ -10,7 +10,7 @@ source region straight through; that is a proof of the mapping without reading a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -186,6 +186,18 @@ class Plan:
                 return None
         return source, start or 0
 
+    def same_bytes(self, other: Plan) -> bool:
+        """Whether both plans read the same byte for every byte of the tensor, however they are cut into boxes."""
+        return (self.shape, self.itemsize) == (other.shape, other.itemsize) and all(
+            _reads_as(piece, box) for box in other.boxes for piece in self._within(box)
+        )
+
+    def _within(self, box: Box) -> Iterator[Box]:
+        part = self
+        for axis, (lo, n) in enumerate(zip(box.lo, box.size, strict=True)):
+            part = part.slice(axis, lo, lo + n)
+        yield from part.boxes
+
     def place_of(self, index: Shape) -> str:
         """File and byte of one element, in words; empty if it is a zero that stands in no file."""
         for box in self.boxes:
@@ -210,6 +222,15 @@ def concat(plans: Sequence[Plan], axis: int) -> Plan:
 def stack(plans: Sequence[Plan]) -> Plan:
     """Join along a new first axis."""
     return concat([plan._insert(0) for plan in plans], 0)
+
+
+def _reads_as(piece: Box, box: Box) -> bool:
+    """Whether ``piece``, placed relative to ``box``, reads just what ``box`` reads there."""
+    if piece.source is None or piece.source != box.source:
+        return piece.source is box.source
+    offset = box.offset + sum(i * step for i, step in zip(piece.lo, box.steps, strict=True))
+    steps = zip(piece.size, piece.steps, box.steps, strict=True)
+    return piece.offset == offset and all(n == 1 or a == b for n, a, b in steps)
 
 
 def _whole(shape: Shape, source: Source | None, offset: int, steps: Shape) -> tuple[Box, ...]:

@@ -41,6 +41,8 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Lines for a person, without weight for the verdict."""
 
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""

@@ -22,6 +22,8 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
         mark, style = _MARKS[check.status]
         detail = f"not run: {check.detail}" if check.status == "skipped" else check.detail
         console.print(Text.assemble("  ", (mark, style), f" {check.group:<12} {detail}"))
+    for line in report.notes:
+        console.print(f"    {line}")
     shown = [f for f in report.findings if verbose or f.severity is not Severity.NOTE]
     for finding in shown if verbose else shown[:_SHOWN]:
         console.print()

@@ -1,0 +1,132 @@
+"""The round trip proved from headers: the way there and the way back composed, no byte read or written.
+
+A conversion only moves bytes, so it is a mapping of plans. Composed with its inverse, every stored tensor must
+read its own region of the source straight through. What this cannot tell is named: whether copies hold the same
+bits as what they repeat, and whether the files can be read and written at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checks.declaration import check_count
+from mtpcheck.convert import Options, check_convertible, check_not_lost, derived_config, one_dtype, other_layout
+from mtpcheck.dialect import load_dialect
+from mtpcheck.errors import CheckpointFails
+from mtpcheck.facts import args_from_facts, facts_from_args
+from mtpcheck.family import load_family
+from mtpcheck.move import SLAB
+from mtpcheck.normalise import stored_rows
+from mtpcheck.parallel import WORKERS
+from mtpcheck.plan import Plan
+from mtpcheck.report.finding import Finding, failure, warning
+from mtpcheck.report.report import Report, of_group
+from mtpcheck.tensormap import TensorMap, read_tensor_map
+from mtpcheck.verify import declaration, require_mtp, summary
+
+_PASSES = 8  # read and write there, the same back, two comparisons of two sides
+_BYTES_A_SECOND = 1e9  # a plain disk; docs/benchmarks.md has what was measured
+
+
+def prove(
+    source: str | Path,
+    family: str | None = None,
+    options: Options | None = None,
+    workdir: str | Path | None = None,
+    allow_no_mtp: bool = False,
+) -> Report:
+    """Prove the round trip of ``source`` by plan. Whatever ``roundtrip`` refuses before it writes is refused here.
+
+    Too little disk in ``workdir`` is a warning here and not an error.
+    """
+    a = open_checkpoint(source)
+    a_map = read_tensor_map(a, family)
+    require_mtp(a, a_map, allow_no_mtp)
+    report = Report(
+        "roundtrip --plan", [str(source)], a_map.family, summary(a, a_map, other_layout(a.layout), a.layout)
+    )
+    try:
+        check_convertible(a, a_map)
+        check_not_lost(a, a_map)
+    except CheckpointFails as error:
+        for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
+            report.add(group, of_group(error.findings, group), "nothing can be proved")
+        return report
+    report.add("structure", of_group(a.findings, "structure"), f"{len(a.tensors):,} tensors in {a.layout}")
+    report.add("presence", [], f"{len(a_map.parts):,} parts, every stored tensor claimed once")
+    report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
+    different = list(_different(a, a_map, options or Options()))
+    report.add("plan", different, f"{len(a.tensors):,} tensors read their own region again; no value node")
+    report.skip("values", "no byte was read; copies were compared by shape alone")
+    report.skip("acceptance", "no weight was read")
+    report.include(_space(Path(workdir or tempfile.gettempdir()), 2 * a.nbytes))
+    report.notes = _needs(a)
+    return report
+
+
+def _different(a: Checkpoint, a_map: TensorMap, options: Options) -> Iterator[Finding]:
+    """Stored tensors that would not come back as they are, with the rows at fault."""
+    shapes = a_map.model.shapes
+    padded = -(-a_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
+    megatron = load_dialect().rows(a_map.model, options.spec, padded).rows
+    own, other = (a_map.model.rows, megatron) if a.layout == "hf" else (stored_rows(a, a_map.model), a_map.model.rows)
+    plans = {part: ref.plan for part, ref in a_map.parts.items()}
+    origin: dict[str, str] = {}
+    back: dict[str, Plan] = {}
+    for row in other:
+        origin.update(dict.fromkeys(row.parts, row.origin))
+        if all(part in plans for part in row.parts):
+            one_dtype(row, a_map)
+            back.update(row.split(row.join(plans, shapes), shapes))
+    for part in a_map.copies.keys() & plans.keys() - back.keys():
+        back[part] = plans[part]  # by shape alone; the report says that values were not judged
+    for row in own:
+        if row.name not in a.tensors:
+            continue
+        stored, rows = a.tensors[row.name].plan, [row.origin, *(origin.get(part, "") for part in row.parts)]
+        true_rows = row.shape(shapes)[0] if row.pad is None else shapes[row.parts[0]][0][0]
+        lost = [part for part in row.parts if part not in back]
+        if lost or not row.join(back, shapes).slice(0, 0, true_rows).same_bytes(stored.slice(0, 0, true_rows)):
+            yield failure(
+                "plan.identity", row.name, "would not come back as it is", where="; ".join(sorted(set(rows) - {""})),
+                cause=f"{lost[0]} is not carried" if lost else "a row and its inverse do not undo each other",
+            )  # fmt: skip
+
+
+def _declaration(a: Checkpoint, a_map: TensorMap) -> Iterator[Finding]:
+    """The config through Megatron's arguments and back."""
+    yield from check_count(a_map, str(a.path))
+    rows = load_dialect().args
+    again = facts_from_args(rows, args_from_facts(rows, a_map.facts))
+    model = replace(a_map.model, facts={**a_map.facts, **again})
+    if a.config is None:
+        return
+    derived = derived_config(replace(a_map, model=model), a.config)
+    for key in sorted(a.config.keys() | derived.keys()):
+        if a.config.get(key) != derived.get(key):
+            check = "declaration.mtp" if key in load_family(a_map.family).declared_by else "declaration.config"
+            yield failure(check, key, "would change", expected=repr(a.config.get(key)), got=repr(derived.get(key)))
+
+
+def _space(folder: Path, needed: int) -> Iterator[Finding]:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        sizes = {"expected": decimal(needed), "got": decimal(free)}
+        what = "too little disk for a round trip here"
+        yield warning("plan.space", str(folder), what, **sizes, todo="name another folder with --workdir")
+
+
+def _needs(a: Checkpoint) -> list[str]:
+    seconds = _PASSES * a.nbytes / _BYTES_A_SECOND
+    time = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
+    return [
+        f"a round trip through files needs {decimal(2 * a.nbytes)} of disk, {decimal(2 * WORKERS * SLAB)} of buffers,",
+        f"and about {time} at {decimal(int(_BYTES_A_SECOND))}/s",
+    ]
