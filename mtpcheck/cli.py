@@ -57,6 +57,11 @@ class Mcore(StrEnum):
     core_0_19 = "0.19"
 
 
+class Values(StrEnum):
+    exact = "exact"
+    changed = "changed"
+
+
 class Only(StrEnum):
     mtp = "mtp"
 
@@ -110,6 +115,9 @@ def verify(
     reference: Annotated[Path, typer.Argument(metavar="REFERENCE")],
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE")],
     family: Family = None,
+    values: Annotated[
+        Values, typer.Option(help="exact: bit for bit. changed: trained on, tell what moved.")
+    ] = Values.exact,
     only: Annotated[Only | None, typer.Option(help="Compare MTP layers alone.")] = None,
     as_json: Json = False,
     report: Reports = None,
@@ -123,7 +131,8 @@ def verify(
     from mtpcheck.verify import verify as run
 
     def judge() -> Report:
-        return run(reference, candidate, family, only is Only.mtp, allow_no_mtp, _show_progress(as_json, quiet))
+        show = _show_progress(as_json, quiet)
+        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show)
 
     return _judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
@@ -172,6 +181,7 @@ def convert(
     spec: SpecOption = Spec.te,
     vocab_multiple: Multiple = 128,
     mcore: McoreOption = Mcore.core_0_16,
+    like: Annotated[Path | None, typer.Option(help="Give an export the form of this checkpoint.")] = None,
     quiet: Quiet = False,
 ) -> int:
     """One direction. DST appears whole or not at all."""
@@ -184,7 +194,7 @@ def convert(
     total = open_checkpoint(src).nbytes
     options = Options(spec.value, vocab_multiple, mcore.value)
     with bar("converting", total, not quiet) as progress:
-        converted = run(src, dst, to.value if to else None, family, options, progress)
+        converted = run(src, dst, to.value if to else None, family, options, like, progress)
     if not quiet:
         render_converted(converted, _console())
     elif converted.exit_code != HOLDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from mtpcheck.facts import args_from_facts, config_from_facts
 from mtpcheck.family import load_family
 from mtpcheck.layouts.hf import INDEX, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER
-from mtpcheck.manifest import FOLDER, write_manifest
+from mtpcheck.manifest import FOLDER, Manifest, write_manifest
 from mtpcheck.progress import Progress, Silent
-from mtpcheck.report.finding import Finding, Severity, note, warning
+from mtpcheck.report.finding import Finding, Severity, failure, note, warning
 from mtpcheck.rows import Row, factored
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
@@ -65,10 +65,13 @@ def convert(
     to: Layout | None = None,
     family: str | None = None,
     options: Options | None = None,
+    like: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Converted:
     """Convert ``source`` into the new folder ``target``; by default into the other layout.
 
+    ``like`` lends an export the form of another checkpoint (an HF folder, or a Megatron folder that we made): shard
+    files, and config keys that Megatron has no word for. Never a weight, never the MTP declaration.
     ``target`` appears whole or not at all. Raises CheckpointFails if the source lacks tensors or holds some that
     nobody claims, UnsupportedError if the target cannot hold it exactly, UsageError for the paths.
     """
@@ -78,6 +81,8 @@ def convert(
     to = to or other_layout(opened.layout)
     if opened.layout == to == "hf":
         raise UsageError(f"{source} is an HF checkpoint already")
+    if like is not None:
+        opened = replace(opened, manifest=_lent_form(opened, Path(like)))
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
@@ -89,6 +94,20 @@ def convert(
             findings = _write_torch_dist(opened, tensor_map, folder, options or Options(), progress or Silent())
     counts = check_count(tensor_map, str(source))
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
+
+
+def _lent_form(source: Checkpoint, like: Path) -> Manifest:
+    """The form of ``like``. Copies that differ from what they repeat there cannot be lent: they would be weights."""
+    if source.layout == "hf":
+        raise UsageError(f"{source.path}: is an HF checkpoint and has a form of its own; --like lends one to an export")
+    lender = open_checkpoint(like)
+    if lender.hf is None:
+        if lender.manifest is None:
+            raise UsageError(f"{like}: a Megatron checkpoint that mtpcheck did not make has no form to lend")
+        return lender.manifest
+    tensor_map = read_tensor_map(lender)
+    headers = {shard.file: shard.header for shard in lender.hf.shards}
+    return Manifest(lender.folder, tensor_map.family, headers, copy_states(tensor_map), lender.hf.others)
 
 
 # ---- before anything is written
@@ -180,7 +199,7 @@ def _write_torch_dist(
     if source.hf is not None:
         write_manifest(release, source.folder, source.hf, tensor_map.family, states)
     elif source.manifest is not None:
-        shutil.copytree(source.manifest.folder, release / FOLDER)
+        shutil.copytree(source.manifest.root.parent, release / FOLDER)
     (folder / TRACKER).write_text("release")
     return padding_findings(tensor_map)
 
@@ -219,6 +238,10 @@ def _write_hf(source: Checkpoint, tensor_map: TensorMap, folder: Path, progress:
     findings: list[Finding] = []
     tensors = _hf_tensors(tensor_map, manifest.copies if manifest else {})
     form = None
+    for part, state in (manifest.copies if manifest else {}).items():
+        if state == "own" and part in tensor_map.copies:
+            what = "the reference has its own tensor here, which Megatron does not hold; it is left out"
+            findings.append(failure("presence.copy", part, what))
     if manifest is not None:
         index = manifest.file(INDEX).read_bytes() if INDEX in manifest.files else None
         form = Form(manifest.headers, index)

@@ -25,7 +25,10 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    folder: Path
+    """The form of an HF checkpoint: read from a Megatron folder that we made, or taken from the HF folder itself."""
+
+    root: Path
+    """Where ``files`` are."""
     family: str
     headers: Mapping[str, bytes]
     """Shard file → raw safetensors header."""
@@ -35,10 +38,10 @@ class Manifest:
 
     @property
     def config(self) -> dict[str, Any]:
-        return read_json(self.folder / "files" / "config.json", "the manifest is incomplete")
+        return read_json(self.root / "config.json", "the manifest is incomplete")
 
     def file(self, name: str) -> Path:
-        return self.folder / "files" / name
+        return self.root / name
 
 
 def write_manifest(folder: Path, source: Path, hf: HfFolder, family: str, copies: Mapping[str, str]) -> None:
@@ -73,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         shards, files = list(content["shards"]), list(content["files"])
         manifest = Manifest(
-            root,
+            root / "files",
             str(content["family"]),
             {_plain(path, s): (root / "headers" / f"{n}.json").read_bytes() for n, s in enumerate(shards)},
             dict(content["copies"]),

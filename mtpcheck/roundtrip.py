@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
@@ -18,7 +18,7 @@ from mtpcheck.progress import bar
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
-from mtpcheck.verify import compare_checkpoints, require_mtp, summary
+from mtpcheck.verify import Side, compare_sides, require_mtp, summary
 
 
 def roundtrip(
@@ -48,7 +48,7 @@ def roundtrip(
                 out = convert(source, there, family=a_map.family, options=options, progress=progress)
             with bar("back", a_map.nbytes, show_progress) as progress:
                 convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
-            _judge(report, _Stage(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
+            _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
             report.include(out.findings)
     except CheckpointFails as error:  # a verdict, if an early one
         for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
@@ -64,28 +64,20 @@ def _same_form(a: Checkpoint, options: Options | None) -> Options:
     return replace(options, vocab_multiple=padded) if isinstance(padded, int) and padded > 0 else options
 
 
-def _reopen(folder: Path, source: TensorMap) -> _Stage:
+def _reopen(folder: Path, source: TensorMap) -> Side:
     opened = open_checkpoint(folder)
-    return _Stage(opened, read_like(opened, source))
+    return Side(opened, read_like(opened, source))
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One checkpoint on the way: the source, what was made of it, or the result."""
-
-    checkpoint: Checkpoint
-    tensor_map: TensorMap
-
-
-def _judge(report: Report, source: _Stage, middle: _Stage, result: _Stage, show: bool) -> None:
+def _judge(report: Report, source: Side, middle: Side, result: Side, show: bool) -> None:
     """The middle through our rows, then the result: file by file, or part by part for a Megatron source."""
     a, a_map = source.checkpoint, source.tensor_map
-    compare_checkpoints(report, a, a_map, middle.checkpoint, middle.tensor_map, show_progress=show)
+    compare_sides(report, source, middle, show_progress=show)
     report.include(check_count(a_map, str(a.path)))
     c = result.checkpoint
     again = Report(report.command, report.subjects)
     if a.hf is None or c.hf is None:
-        compare_checkpoints(again, a, a_map, c, result.tensor_map, show_progress=show)
+        compare_sides(again, source, result, show_progress=show)
         report.add("result", [], f"{len(a_map.parts)} parts compared bit for bit")
     else:
         names = names_of(a.hf)
@@ -93,7 +85,7 @@ def _judge(report: Report, source: _Stage, middle: _Stage, result: _Stage, show:
             different = list(compare_files(a.folder, a.hf, c.folder, c.hf, progress))
         report.add("result", different, f"{len(names) - len(different)} of {len(names)} files byte-identical")
         if different:  # identical files need no second look; differing ones an explanation
-            compare_checkpoints(again, a, a_map, c, result.tensor_map)
+            compare_sides(again, source, result)
     if again.failures:
         report.checks[-1] = replace(report.checks[-1], status="failed")
     report.include(again.findings)

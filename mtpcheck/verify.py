@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checks.changed import compare_changed
+from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
-from mtpcheck.progress import bar
-from mtpcheck.report.finding import Finding
+from mtpcheck.progress import Progress, bar
+from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
-from mtpcheck.tensormap import TensorMap, is_mtp, read_like, read_tensor_map
+from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_like, read_tensor_map
+
+Values = Literal["exact", "changed"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkpoints that are held against each other."""
+
+    checkpoint: Checkpoint
+    tensor_map: TensorMap
 
 
 def verify(
     reference: str | Path,
     candidate: str | Path,
     family: str | None = None,
+    values: Values = "exact",
     only_mtp: bool = False,
     allow_no_mtp: bool = False,
     show_progress: bool = False,
 ) -> Report:
     """Hold ``candidate`` against ``reference``.
 
-    Two HF checkpoints are compared under their stored names, all else through the tensor map. Raises
-    MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
+    Two HF checkpoints are compared under their stored names, all else through the tensor map. With ``values``
+    "changed" (the candidate was trained on), everything but the bits must hold, and the report tells what moved.
+    Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
     a, b = open_checkpoint(reference), open_checkpoint(candidate)
     a_map = read_tensor_map(a, family)
-    b_map = read_like(b, a_map)
     require_mtp(a, a_map, allow_no_mtp)
     report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, b.layout))
-    compare_checkpoints(report, a, a_map, b, b_map, only_mtp, show_progress)
+    sides = Side(a, a_map), Side(b, read_like(b, a_map))
+    if values == "changed":
+        _compare_trained(report, *sides, only_mtp, show_progress)
+    else:
+        compare_sides(report, *sides, only_mtp, show_progress)
     report.skip("acceptance", "this version has no draft probe")
     return report
 
@@ -58,48 +78,82 @@ def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool)
         raise UnsupportedError(f"{checkpoint.path}: has no MTP layer, so there is nothing to judge (--allow-no-mtp)")
 
 
-def compare_checkpoints(
-    report: Report,
-    a: Checkpoint,
-    a_map: TensorMap,
-    b: Checkpoint,
-    b_map: TensorMap,
-    only_mtp: bool = False,
-    show_progress: bool = False,
-) -> None:
-    """Add structure, presence, declaration and values of ``b`` against ``a`` to a report."""
-    structure = of_group((*a.findings, *b.findings), "structure")
-    report.add("structure", structure, f"{_stored(a)}; {_stored(b)}")
-    found: list[Finding]
-    mtp = _mtp_names(a_map)
-    with bar("comparing", a.nbytes, show_progress) as progress:
-        if a.layout == b.layout == "hf":
-            left, right = dict(a.tensors), dict(b.tensors)
-            if only_mtp:
-                left = {name: ref for name, ref in left.items() if name in mtp}
-                right = {name: ref for name, ref in right.items() if name in _mtp_names(b_map)}
-            found = list(compare_stored(left, right, progress))
-            compared, own = left, sum(name in mtp for name in left)
+def compare_sides(report: Report, a: Side, b: Side, only_mtp: bool = False, show_progress: bool = False) -> None:
+    """Add structure, presence, declaration and bits of ``b`` against ``a`` to a report."""
+    _add_structure(report, a, b)
+    with bar("comparing", a.checkpoint.nbytes, show_progress) as progress:
+        if a.checkpoint.layout == b.checkpoint.layout == "hf":
+            found, compared = _by_name(a, b, only_mtp, progress)
         else:
-            presence = [*of_group(a_map.findings, "presence"), *of_group(b_map.findings, "presence")]
-            if only_mtp:
-                a_map, b_map = mtp_part(a_map), mtp_part(b_map)
-            found = [*presence, *of_group(b_map.findings, "values"), *compare_maps(a_map, b_map, progress)]
-            compared, own = dict(a_map.parts), sum(is_mtp(part) for part in a_map.parts)
+            found, compared = _by_part(a, b, only_mtp, progress)
     nbytes = sum(ref.nbytes for ref in compared.values())
-    report.add("presence", of_group(found, "presence"), f"{len(compared):,} tensors, {own:,} of them in MTP layers")
-    declared = f"{declaration(a, a_map)} → {declaration(b, b_map)}"
-    report.add("declaration", _declaration(a, a_map, b, b_map), declared)
+    report.add("presence", of_group(found, "presence"), _presence(a, compared))
+    _add_declaration(report, a, b)
     report.add("values", of_group(found, "values"), f"{nbytes:,} bytes compared bit for bit")
 
 
-def _declaration(a: Checkpoint, a_map: TensorMap, b: Checkpoint, b_map: TensorMap) -> list[Finding]:
-    config = load_family(a_map.family).all_config
-    counts = [f for f in check_count(b_map, str(b.path))]
-    if a.config is not None and b.config is not None:
-        return [*counts, *compare_configs(a.config, b.config, config)]
-    counts += of_group(b_map.findings, "declaration")
-    return [*counts, *compare_facts(a_map, b_map, config, load_dialect().args)]
+_Compared = tuple[list[Finding], Mapping[str, TensorRef]]
+
+
+def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
+    left, right = dict(a.checkpoint.tensors), dict(b.checkpoint.tensors)
+    if only_mtp:
+        names = _mtp_names(a.tensor_map)
+        left = {name: ref for name, ref in left.items() if name in names}
+        right = {name: ref for name, ref in right.items() if name in names}
+    return list(compare_stored(left, right, progress)), left
+
+
+def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
+    left, right = a.tensor_map, b.tensor_map
+    found = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
+    if only_mtp:
+        left, right = mtp_part(left), mtp_part(right)
+    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress)]
+    return found, left.parts
+
+
+def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_progress: bool) -> None:
+    """Everything but the bits must hold; what moved is told component by component."""
+    _add_structure(report, a, b)
+    left, right = a.tensor_map, b.tensor_map
+    presence = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
+    if b.checkpoint.layout == "hf":
+        gone = [part for part in left.copies if part in left.parts and part not in right.parts]
+        presence += [failure("presence.copy", left.names[part], "is gone") for part in gone]
+    with bar("comparing", left.nbytes, show_progress) as progress:
+        chosen = (mtp_part(left), mtp_part(right)) if only_mtp else (left, right)
+        found, components = compare_changed(*chosen, progress)
+    report.add("presence", [*presence, *of_group(found, "presence")], _presence(a, left.parts))
+    _add_declaration(report, a, b)
+    moved = sum(len(component.moved) for component in components.values())
+    report.add("values", of_group(found, "values"), f"dtypes and shapes hold; {moved:,} tensors moved")
+    report.notes = describe_components(components)
+
+
+def _add_structure(report: Report, a: Side, b: Side) -> None:
+    findings = of_group((*a.checkpoint.findings, *b.checkpoint.findings), "structure")
+    report.add("structure", findings, f"{_stored(a.checkpoint)}; {_stored(b.checkpoint)}")
+
+
+def _add_declaration(report: Report, a: Side, b: Side) -> None:
+    told = f"{declaration(a.checkpoint, a.tensor_map)} → {declaration(b.checkpoint, b.tensor_map)}"
+    report.add("declaration", _declaration(a, b), told)
+
+
+def _presence(a: Side, compared: Mapping[str, TensorRef]) -> str:
+    names = _mtp_names(a.tensor_map)
+    own = sum(name in names or is_mtp(name) for name in compared)
+    return f"{len(compared):,} tensors, {own:,} of them in MTP layers"
+
+
+def _declaration(a: Side, b: Side) -> list[Finding]:
+    config = load_family(a.tensor_map.family).all_config
+    counts = list(check_count(b.tensor_map, str(b.checkpoint.path)))
+    if a.checkpoint.config is not None and b.checkpoint.config is not None:
+        return [*counts, *compare_configs(a.checkpoint.config, b.checkpoint.config, config)]
+    counts += of_group(b.tensor_map.findings, "declaration")
+    return [*counts, *compare_facts(a.tensor_map, b.tensor_map, config, load_dialect().args)]
 
 
 def declaration(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:

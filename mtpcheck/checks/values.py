@@ -58,19 +58,35 @@ def _lost_copy(having: TensorMap, lacking: TensorMap, part: str, ref: TensorRef)
         yield note("presence.copy", name, f"repeats {original}, the other checkpoint leaves it out")
 
 
-def _compare(
-    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], names: Mapping[str, str], progress: Progress
-) -> Iterator[Finding]:
-    pairs = []
+Pair = tuple[str, TensorRef, TensorRef]
+
+
+def matching(
+    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], names: Mapping[str, str]
+) -> tuple[list[Finding], list[Pair]]:
+    """Findings of changed dtypes and shapes, and the pairs that are alike in both and can be compared.
+
+    ``names``: key of both maps → the name to report.
+    """
+    findings: list[Finding] = []
+    pairs: list[Pair] = []
     for key, name in names.items():
         a, b = reference[key], candidate[key]
         if a.dtype != b.dtype:
-            yield failure("values.dtype", name, "the dtype changed", expected=a.dtype, got=b.dtype)
+            findings.append(failure("values.dtype", name, "the dtype changed", expected=a.dtype, got=b.dtype))
         elif a.shape != b.shape:
             what = "the rank changed" if len(a.shape) != len(b.shape) else "the shape changed"
-            yield failure("values.shape", name, what, expected=str(list(a.shape)), got=str(list(b.shape)))
+            findings.append(failure("values.shape", name, what, expected=str(list(a.shape)), got=str(list(b.shape))))
         else:
             pairs.append((key, a, b))
+    return findings, pairs
+
+
+def _compare(
+    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], names: Mapping[str, str], progress: Progress
+) -> Iterator[Finding]:
+    findings, pairs = matching(reference, candidate, names)
+    yield from findings
     for key, difference in compare_all(pairs, progress).items():
         yield _differing(names[key], key, reference[key], candidate[key], difference)
 
