@@ -77,9 +77,9 @@ Reports = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
-AllowNoMtp = Annotated[bool, typer.Option(help="Judge a model without MTP layers too.")]
+AllowNoMtp = Annotated[bool, typer.Option("--allow-no-mtp", help="Judge a model without MTP layers too.")]
 NoAcceptance = Annotated[bool, typer.Option("--no-acceptance", help="Do not run the draft probe; the report says so.")]
-ExitZero = Annotated[bool, typer.Option(help="Report failures without failing (exit 0 instead of 1).")]
+ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Report failures without failing (exit 0 instead of 1).")]
 
 
 @app.callback(invoke_without_command=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count, declared_keys
 from mtpcheck.report.finding import Finding
-from mtpcheck.tensormap import is_mtp, read_tensor_map
+from mtpcheck.tensormap import TensorMap, is_mtp, read_tensor_map
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Figures are counts and bytes. ``copies``: part → stored or absent."""
+    """Figures are counts and bytes. ``copies``: part → stored or absent. ``files`` hold weights."""
 
     path: str
     layout: str
@@ -23,6 +23,7 @@ class Inspection:
     tensors: int
     nbytes: int
     dtypes: dict[str, int]
+    files: int
     layers: int
     mtp_declared: int
     mtp_declared_by: dict[str, Any]
@@ -33,6 +34,20 @@ class Inspection:
     copies: dict[str, str]
     passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+
+
+def _copy(tensor_map: TensorMap, part: str) -> str:
+    """Whether a part that may repeat another is stored, told from shape and dtype alone."""
+    ref, main = tensor_map.parts.get(part), tensor_map.parts.get(tensor_map.copies[part])
+    if ref is None:
+        return "absent"
+    alike = main is None or (ref.dtype, ref.shape) == (main.dtype, main.shape)
+    return "stored" if alike else "stored with another dtype or shape"
+
+
+def _files(checkpoint: Checkpoint) -> set[str]:
+    """Files that hold weights."""
+    return {box.source.name for ref in checkpoint.tensors.values() for box in ref.plan.boxes if box.source}
 
 
 def inspect(path: str | Path, family: str | None = None) -> Inspection:
@@ -51,6 +66,7 @@ def inspect(path: str | Path, family: str | None = None) -> Inspection:
         tensors=len(checkpoint.tensors),
         nbytes=checkpoint.nbytes,
         dtypes=dict(Counter(ref.dtype for ref in checkpoint.tensors.values()).most_common()),
+        files=len(_files(checkpoint)),
         layers=tensor_map.facts["layers"],
         mtp_declared=tensor_map.facts.get("mtp_layers") or 0,
         mtp_declared_by=declared_by,
@@ -58,7 +74,7 @@ def inspect(path: str | Path, family: str | None = None) -> Inspection:
         mtp_parts=len(own),
         mtp_elements=sum(ref.elements for ref in own),
         elements=sum(ref.elements for ref in tensor_map.parts.values()),
-        copies={part: "stored" if part in tensor_map.parts else "absent" for part in tensor_map.copies},
+        copies={part: _copy(tensor_map, part) for part in tensor_map.copies},
         passed_over=dict(checkpoint.passed_over),
         findings=(*tensor_map.findings, *check_count(tensor_map, str(path))),
     )

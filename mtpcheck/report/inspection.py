@@ -16,15 +16,17 @@ def render(found: Inspection, console: Console) -> None:
     """Print an inspection as aligned lines."""
     declared = ", ".join(f"{key} = {value}" for key, value in found.mtp_declared_by.items()) or "by no key"
     share = found.mtp_elements / found.elements if found.elements else 0
+    depth = found.mtp_stored / (found.layers + found.mtp_stored)
+    shares = f"{share:.1%} of all weights, {depth:.1%} of all layers"
     lines = {
         "checkpoint": found.path,
         "layout": found.layout,
         "family": found.family,
-        "tensors": f"{found.tensors:,}, {decimal(found.nbytes)}",
+        "tensors": f"{found.tensors:,}, {decimal(found.nbytes)} in {found.files:,} file{'s' * (found.files != 1)}",
         "dtypes": ", ".join(f"{dtype} × {count:,}" for dtype, count in found.dtypes.items()),
         "layers": f"{found.layers} decoder layers",
         "MTP declared": f"{found.mtp_declared} ({declared})",
-        "MTP stored": f"{found.mtp_stored} ({found.mtp_parts:,} parts, {share:.1%} of all weights)",
+        "MTP stored": f"{found.mtp_stored} ({found.mtp_parts:,} parts; {shares})",
     }
     if found.copies:
         lines["copies"] = ", ".join(f"{part} {state}" for part, state in found.copies.items())
@@ -33,6 +35,9 @@ def render(found: Inspection, console: Console) -> None:
         lines["passed over"] = ", ".join(kinds)
     for name, value in lines.items():
         console.print(Text.assemble((f"{name:<13}", "bold"), printable(value)))
+    structure = [finding for finding in found.findings if finding.check.startswith("structure.")]
+    if found.layout == "hf" and not structure:
+        console.print(Text.assemble((f"{'structure':<13}", "bold"), "index, headers and folder agree"))
     for finding in found.findings:
         console.print()
         render_finding(finding, console)
