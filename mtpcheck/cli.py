@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -73,7 +74,10 @@ Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a mult
 McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 Reports = Annotated[
-    list[str] | None, typer.Option("--report", metavar="FORMAT=PATH", help="Also write json or junit. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--report", metavar="FORMAT=PATH", help="Also write json or junit to a file, which is replaced. Repeatable."
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
@@ -330,4 +334,6 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack →, a path may be no UTF-8
     signal.signal(signal.SIGTERM, _on_sigterm)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a checkpoint may have thousands of files
     sys.exit(run())

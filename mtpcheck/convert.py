@@ -19,6 +19,7 @@ from mtpcheck.family import load_family
 from mtpcheck.layouts.hf import INDEX, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER
 from mtpcheck.manifest import FOLDER, Manifest, write_manifest
+from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, Severity, failure, note, warning
 from mtpcheck.rows import Row, factored
@@ -115,13 +116,9 @@ def _lent_form(source: Checkpoint, like: Path) -> Manifest:
 
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
-    quantized = (source.config or {}).get("quantization_config")
-    narrow = next((n for n, ref in source.tensors.items() if ref.dtype[:2] in ("F8", "F4", "F6")), None)
-    if quantized or narrow:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        what = f"{narrow} is {source.tensors[narrow].dtype}" if narrow else f"quantization_config says {method!r}"
+    if why := is_quantized(source):
         raise UnsupportedError(
-            f"{source.path}: quantized weights cannot be converted exactly yet ({what}); "
+            f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
             "verify still compares two such checkpoints"
         )
     blocking = tuple(

@@ -15,12 +15,26 @@ from typing import Any, Literal
 from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
-from mtpcheck.facts import ArgRow, arg_rows
+from mtpcheck.facts import ArgRow, arg_rows, holds
 from mtpcheck.family import Model, family_names, load_family, specimens
 from mtpcheck.rows import Row, prove_invertible
 
 Spec = Literal["te", "local"]
-_ROLE_KEYS = {"name", "also", "part", "join", "axis", "halves", "stack", "each", "beside", "pad", "shard", "extra"}
+_ROLE_KEYS = {
+    "name",
+    "also",
+    "part",
+    "join",
+    "axis",
+    "halves",
+    "stack",
+    "each",
+    "beside",
+    "when",
+    "pad",
+    "shard",
+    "extra",
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,7 @@ class Role:
     count: str
     each: str
     beside: tuple[str, ...]
+    when: str
     pad: bool
     shard: int | None
     extra: frozenset[str]
@@ -48,9 +63,9 @@ class Role:
     def templates(self, counter: int | None = None) -> list[str]:
         return [expand(part, {self.counter: counter}) if self.counter else part for part in self.parts]
 
-    def fits(self, parts: Collection[str]) -> bool:
+    def fits(self, parts: Collection[str], facts: Mapping[str, Any]) -> bool:
         """Whether a layer with these parts has this role."""
-        return all(part in parts for part in self.beside) and self.templates(0)[0] in parts
+        return holds(self.when, facts) and all(part in parts for part in self.beside) and self.templates(0)[0] in parts
 
 
 def _role(what: str, entry: dict[str, Any]) -> Role:
@@ -67,6 +82,7 @@ def _role(what: str, entry: dict[str, Any]) -> Role:
         count=next(iter(stack.values()), ""),
         each=entry.get("each", ""),
         beside=tuple(entry.get("beside", ())),
+        when=entry.get("when", ""),
         pad="pad" in entry,
         shard=entry.get("shard"),
         extra=frozenset(entry.get("extra", ())),
@@ -99,7 +115,7 @@ class Dialect:
     outside: tuple[Role, ...]
     own: tuple[Role, ...]
     layer: tuple[Role, ...]
-    bare_extra: Mapping[str, Mapping[str, list[str]]]
+    bare_extra: tuple[Mapping[str, Any], ...]
     args: tuple[ArgRow, ...]
     constants: Mapping[str, Any]
 
@@ -116,7 +132,7 @@ class Dialect:
         spelling = Spelling()
         parts = {p for p in model.layers.get("", []) if p not in model.copies}
         for role in self.outside:
-            if role.fits(parts):
+            if role.fits(parts, model.facts):
                 pad = padded_vocab if role.pad else None
                 names = role.spellings(spec)
                 name = next((n for n in names if stored and n in stored), names[0])
@@ -135,7 +151,7 @@ class Dialect:
         # transformer_block.py: one key with a layer axis, unless the layers differ (moe_layer_freq is a list)
         stacked = not model.facts["experts"]
         for role in self.layer:
-            having = [layer for layer in layers if role.fits(model.layers[layer])]
+            having = [layer for layer in layers if role.fits(model.layers[layer], model.facts)]
             if not having:
                 continue
             together = [(self.decoder, having)] if len(having) == len(layers) else []
@@ -152,16 +168,17 @@ class Dialect:
     ) -> None:
         prefix = f"{self.mtp}.{layer.removeprefix('mtp.')}"
         for role in self.own:
-            if role.fits(model.layers[layer]):
+            if role.fits(model.layers[layer], model.facts):
                 self._role_rows(spelling, model, role, prefix, [layer], (), spec, stored)
         inner = next(
             (i for i in self.inner if stored and any(k.startswith(f"{prefix}.{i}.") for k in stored)), self.inner[0]
         )
         for role in self.layer:
-            if role.fits(model.layers[layer]):
+            if role.fits(model.layers[layer], model.facts):
                 self._role_rows(spelling, model, role, f"{prefix}.{inner}", [layer], (), spec, stored)
-        for module in self.bare_extra.get(spec, {}).get("mtp", ()):
-            spelling.extras.append(ExtraState(f"{prefix}.{inner}.{module}", ()))
+        for entry in self.bare_extra:
+            if spec in entry["extra"] and holds(entry["when"], model.facts):
+                spelling.extras.append(ExtraState(f"{prefix}.{inner}.{entry['module']}", ()))
 
     def _present(self, role: Role, prefix: str, spec: Spec, stored: Collection[str]) -> bool:
         return any(
@@ -238,7 +255,7 @@ def load_dialect(name: str = "core") -> Dialect:
         mtp=table["mtp"],
         inner=tuple(table["inner"]),
         **{key: tuple(_role(f"{path}: {key}", entry) for entry in table[key]) for key in lists},
-        bare_extra=table["bare_extra"],
+        bare_extra=tuple(table["bare_extra"]),
         args=arg_rows(str(path), table["args"]),
         constants=table["constants"],
     )

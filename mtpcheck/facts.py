@@ -160,6 +160,8 @@ def config_from_facts(
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
         default = default_of(row, facts) if row.default is not MISSING else row.equals
         for key in present:
+            if isinstance(value, list) and isinstance(before := lookup(config, key), list):
+                value = value[: len(before)]  # a list of layers may count the MTP layer or not
             unsaid = lookup(config, key) in (None, row.none) and value == default
             if not unsaid and value is not MISSING:
                 store(config, key, value)
@@ -211,6 +213,8 @@ def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[
             continue
         else:
             value = _RULES[row.rule][0](row, facts.get(row.fact), facts)
+            if value is None and row.rule.startswith("indexer"):
+                continue  # a pattern that has no schedule stays in the manifest
         args.update(dict.fromkeys(row.keys, value))
     return args
 
@@ -253,6 +257,30 @@ def _groups(row: ArgRow, groups: Any, facts: Mapping[str, Any], args: Mapping[st
     return groups if args.get("group_query_attention") else facts.get("heads")
 
 
+def _unless_one(row: ArgRow, value: Any, facts: Mapping[str, Any]) -> Any:
+    return None if facts.get(row.by, 1) == 1 else value
+
+
+def _indexer_schedule(types: Any, facts: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(frequency, offset) whose schedule is ``types``, or None. Layers count from one, the MTP layer as the next."""
+    if types is None:
+        return 1, 1
+    own = [kind != "shared" for kind in types]
+    for frequency in range(1, len(own) + 1):
+        for offset in range(1, len(own) + 1):
+            if own == [max(n - offset, 0) % frequency == 0 for n in range(1, len(own) + 1)]:
+                return frequency, offset
+    return None
+
+
+def _indexer_types(row: ArgRow, frequency: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
+    offset = max(args.get("dsa_indexer_skip_topk_offset") or 1, 1)
+    count = facts.get("layers", 0) + (args.get("mtp_num_layers") or 0)
+    if (frequency or 1) == 1:
+        return None
+    return ["shared" if max(n - offset, 0) % frequency else "full" for n in range(1, count + 1)]
+
+
 def _renamed(row: ArgRow, value: Any, facts: Mapping[str, Any]) -> Any:
     return row.value.get(value, value)
 
@@ -269,7 +297,10 @@ _RULES: dict[str, tuple[Any, Any]] = {
         lambda row, value, facts: None if value == row.value else value,
         lambda row, value, facts, args: row.value if value is None else value,
     ),
+    "unless_one": (_unless_one, lambda row, value, facts, args: 1 if value is None else value),
     "renamed": (_renamed, _named),
+    "indexer_freq": (lambda row, types, facts: (_indexer_schedule(types, facts) or (None, 0))[0], _indexer_types),
+    "indexer_offset": (lambda row, types, facts: (_indexer_schedule(types, facts) or (0, None))[1], _indexer_types),
     "groups": (lambda row, value, facts: value, _groups),
     "times": (lambda row, value, facts: value * facts[row.by] if value else None, _divided),
     "first_dense": (_first_dense, _dense_layers),

@@ -26,6 +26,19 @@ class Source(Protocol):
         """File and byte where ``offset`` lies, in words."""
 
 
+def inside(folder: Path, name: str) -> Path:
+    """``folder/name``, refusing what leads out of the folder; links within one Hub cache entry are followed."""
+    if "\0" in name:
+        raise FormatError(f"{folder}: {name!r} is no file name")
+    path, root = folder / name, folder.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if Path(name).is_absolute() or not any(path.resolve().is_relative_to(r) for r in roots):
+        raise FormatError(f"{folder}: {name!r} leads out of the folder; refused")
+    return path
+
+
 def read(source: Source, offset: int, length: int) -> bytes:
     """Bytes ``[offset, offset + length)`` of ``source``."""
     buffer = bytearray(length)

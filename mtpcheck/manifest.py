@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mtpcheck.errors import FormatError
+from mtpcheck.files import inside
 from mtpcheck.layouts.hf import HfFolder, header_entries, read_json
 
 FOLDER = "mtpcheck"
@@ -41,7 +42,7 @@ class Manifest:
         return read_json(self.root / "config.json", "the manifest is incomplete")
 
     def file(self, name: str) -> Path:
-        return self.root / name
+        return inside(self.root, name)
 
 
 def write_manifest(folder: Path, source: Path, hf: HfFolder, family: str, copies: Mapping[str, str]) -> None:
@@ -70,6 +71,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = root / "manifest.json"
     if not path.is_file():
         return None
+    inside(folder, FOLDER)
     content = read_json(path, "")
     if content.get("schema") != _SCHEMA:
         raise FormatError(f"{path}: schema {content.get('schema')!r}, this mtpcheck knows {_SCHEMA}")
@@ -78,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         manifest = Manifest(
             root / "files",
             str(content["family"]),
-            {_plain(path, s): (root / "headers" / f"{n}.json").read_bytes() for n, s in enumerate(shards)},
+            {_plain(path, s): inside(root, f"headers/{n}.json").read_bytes() for n, s in enumerate(shards)},
             dict(content["copies"]),
             tuple(_plain(path, name) for name in files),
         )
@@ -93,6 +95,6 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _plain(path: Path, name: str) -> str:
     """A relative name that stays below its folder."""
     parts = PurePosixPath(name).parts
-    if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
+    if PurePosixPath(name).is_absolute() or ".." in parts or not parts or "\0" in name:
         raise FormatError(f"{path}: {name!r} leads out of the folder; refused")
     return name

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
+from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
-from mtpcheck.facts import MISSING, default_of, facts_from_args, facts_from_config, lookup
+from mtpcheck.facts import MISSING, ArgRow, ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
@@ -25,6 +26,16 @@ def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> Tensor
     if family is not None:
         return _from_megatron(checkpoint, load_family(family))
     return _only_fit(checkpoint)
+
+
+def is_quantized(checkpoint: Checkpoint) -> str:
+    """Why a checkpoint counts as quantized: a narrow dtype or a declaration; empty if it does not."""
+    narrow = next((n for n, ref in checkpoint.tensors.items() if ref.dtype[:2] in ("F8", "F4", "F6")), None)
+    if narrow:
+        return f"{narrow} is {checkpoint.tensors[narrow].dtype}"
+    declared = (checkpoint.config or {}).get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, dict) else declared
+    return f"quantization_config says {method!r}" if declared else ""
 
 
 def hf_family(checkpoint: Checkpoint, family: str | None) -> Family:
@@ -49,14 +60,15 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
         if facts.get(fact, value) != value:
             raise FamilyError(f"{family.name} has {fact} {value!r}, this checkpoint's arguments say {facts[fact]!r}")
     facts.update(family.all_fixed)
-    _fill_defaults(family, facts)
-    if checkpoint.manifest is not None:
-        lent = facts_from_config(family.all_config, checkpoint.manifest.config, family.all_fixed)
-        facts.update({fact: value for fact, value in lent.items() if fact not in dialect.told})
     notes: list[Finding] = []
     if facts.get("vocab") is None:
         facts["vocab"] = rows = _embedding_rows(checkpoint)
-        notes.append(note("values.padding", "embed", f"true vocabulary size not stored; all {rows} rows count"))
+        what = f"the true vocabulary size is not stored; all {rows} rows count"
+        notes.append(note("values.padding", "vocab_size", what))
+    _fill_defaults(family, facts)
+    if checkpoint.manifest is not None:
+        lent = facts_from_config(family.all_config, checkpoint.manifest.config, family.all_fixed)
+        facts.update({fact: v for fact, v in lent.items() if fact not in dialect.told or fact not in facts})
     stored = checkpoint.tensors.keys()
     model = _with_stored_layers(
         family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
@@ -90,19 +102,33 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
 
 
 def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, Any], list[Finding]]:
-    """Facts that a checkpoint states, as far as they can be read; of an HF config the declaration alone."""
-    if checkpoint.config is not None:
-        keys = load_family(reference.family).declared_by
-        said = (lookup(checkpoint.config, key) for key in keys)
-        return {**reference.facts, "mtp_layers": next((v for v in said if v is not MISSING), 0)}, []
+    """Facts that a checkpoint states, as far as they can be read, and findings of those that cannot."""
+    family = load_family(reference.family)
     facts: dict[str, Any] = {}
-    findings = []
-    for row in load_dialect().args:
-        try:
-            facts.update(facts_from_args((row,), checkpoint.args or {}, facts))
-        except MtpcheckError as error:
-            findings.append(failure("declaration.config", row.keys[0], str(error), where=str(checkpoint.folder)))
+    findings: list[Finding] = []
+    if checkpoint.config is not None:
+        facts.update(family.all_fixed)
+        findings += check_own_config(checkpoint.config, family)
+        for row in family.all_config:
+            _learn(row, lambda row: facts_from_config((row,), checkpoint.config or {}, facts), facts, findings)
+    elif checkpoint.args is None:
+        raise UnsupportedError(
+            f"{checkpoint.folder}: no training arguments are stored; its declaration cannot be judged"
+        )
+    for arg in load_dialect().args if checkpoint.args is not None else ():
+        _learn(arg, lambda arg: facts_from_args((arg,), checkpoint.args or {}, facts), facts, findings)
     return facts, findings
+
+
+RowT = TypeVar("RowT", ConfigRow, ArgRow)
+
+
+def _learn(row: RowT, read: Callable[[RowT], dict[str, Any]], facts: dict[str, Any], findings: list[Finding]) -> None:
+    """Take over what one row tells; a value that cannot be read is a finding."""
+    try:
+        facts.update(read(row))
+    except MtpcheckError as error:
+        findings.append(failure("declaration.config", row.keys[0], str(error)))
 
 
 def _fill_defaults(family: Family, facts: dict[str, Any]) -> None:

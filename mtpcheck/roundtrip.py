@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mtpcheck.checks.files import compare_files, names_of
 from mtpcheck.convert import Options, convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.progress import bar
+from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
@@ -47,9 +48,12 @@ def roundtrip(
             with bar("there", a_map.nbytes, show_progress) as progress:
                 out = convert(source, there, family=a_map.family, options=options, progress=progress)
             with bar("back", a_map.nbytes, show_progress) as progress:
-                convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
+                home = convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
             _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
-            report.include(out.findings)
+            report.include((*out.findings, *home.findings))
+            if keep is None:  # the folder is gone when the report is read
+                where = f"{folder}/"
+                report.findings = [replace(f, where=f.where.replace(where, "")) for f in report.findings]
     except CheckpointFails as error:  # a verdict, if an early one
         for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
             report.add(group, of_group(error.findings, group), "the conversion stopped here")
@@ -76,18 +80,20 @@ def _judge(report: Report, source: Side, middle: Side, result: Side, show: bool)
     report.include(check_count(a_map, str(a.path)))
     c = result.checkpoint
     again = Report(report.command, report.subjects)
+    different: list[Finding] = []
     if a.hf is None or c.hf is None:
         compare_sides(again, source, result, show_progress=show)
-        report.add("result", [], f"{len(a_map.parts)} parts compared bit for bit")
+        told = f"{len(a_map.parts)} parts compared bit for bit"
     else:
         names = names_of(a.hf)
         with bar("comparing files", a.nbytes, show) as progress:
             different = list(compare_files(a.folder, a.hf, c.folder, c.hf, progress))
-        report.add("result", different, f"{len(names) - len(different)} of {len(names)} files byte-identical")
+        told = f"{len(names) - len(different)} of {len(names)} files byte-identical"
         if different:  # identical files need no second look; differing ones an explanation
             compare_sides(again, source, result)
-    if again.failures:
-        report.checks[-1] = replace(report.checks[-1], status="failed")
+    if again.failures and not different:
+        different = [failure("result.identity", c.layout, "the way back gives another checkpoint")]
+    report.add("result", different, told)
     report.include(again.findings)
 
 
@@ -107,10 +113,11 @@ def _workspace(source: Path, workdir: str | Path | None, keep: str | Path | None
         try:
             yield keep
         except BaseException:
-            for child in keep.iterdir():
-                shutil.rmtree(child, ignore_errors=True)
+            for layout in ("hf", "torch_dist"):
+                shutil.rmtree(keep / layout, ignore_errors=True)
             if ours:
-                keep.rmdir()
+                with suppress(OSError):
+                    keep.rmdir()
             raise
         return
     if workdir is not None and not Path(workdir).is_dir():

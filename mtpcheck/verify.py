@@ -15,6 +15,7 @@ from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
+from mtpcheck.normalise import is_quantized, stored_rows
 from mtpcheck.progress import Progress, bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
@@ -55,6 +56,8 @@ def verify(
         _compare_trained(report, *sides, only_mtp, show_progress)
     else:
         compare_sides(report, *sides, only_mtp, show_progress)
+    if b.layout == "hf":
+        report.skip("files", "tokenizer and other files were not looked at")
     report.skip("acceptance", "this version has no draft probe")
     return report
 
@@ -97,11 +100,16 @@ _Compared = tuple[list[Finding], Mapping[str, TensorRef]]
 
 def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
     left, right = dict(a.checkpoint.tensors), dict(b.checkpoint.tensors)
-    if only_mtp:
-        names = _mtp_names(a.tensor_map)
-        left = {name: ref for name, ref in left.items() if name in names}
-        right = {name: ref for name, ref in right.items() if name in names}
-    return list(compare_stored(left, right, progress)), left
+    if only_mtp:  # by what the trunk claims, so that a tensor nobody knows is looked at
+        trunk = _trunk_names(a)
+        left = {name: ref for name, ref in left.items() if name not in trunk}
+        right = {name: ref for name, ref in right.items() if name not in trunk}
+    found = list(compare_stored(left, right, progress))
+    if not is_quantized(a.checkpoint):  # a tensor that both lack is missing all the same
+        known = {f.subject for f in found}
+        missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
+        found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
+    return found, left
 
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
@@ -109,6 +117,8 @@ def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
     found = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
     if only_mtp:
         left, right = mtp_part(left), mtp_part(right)
+        trunk = _trunk_names(a) | _trunk_names(b)
+        found = [f for f in found if f.subject not in trunk]
     found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress)]
     return found, left.parts
 
@@ -144,7 +154,8 @@ def _add_declaration(report: Report, a: Side, b: Side) -> None:
 def _presence(a: Side, compared: Mapping[str, TensorRef]) -> str:
     names = _mtp_names(a.tensor_map)
     own = sum(name in names or is_mtp(name) for name in compared)
-    return f"{len(compared):,} tensors, {own:,} of them in MTP layers"
+    what = "tensors" if compared.keys() <= a.checkpoint.tensors.keys() else "parts"
+    return f"{len(compared):,} {what}, {own:,} of them in MTP layers"
 
 
 def _declaration(a: Side, b: Side) -> list[Finding]:
@@ -159,7 +170,8 @@ def _declaration(a: Side, b: Side) -> list[Finding]:
 def declaration(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
     """How a checkpoint declares its MTP layers, as ``key=count``."""
     if checkpoint.config is None:
-        return f"mtp_num_layers={(checkpoint.args or {}).get('mtp_num_layers')}"
+        declared = (checkpoint.args or {}).get("mtp_num_layers")
+        return "nothing" if declared is None else f"mtp_num_layers={declared}"
     keys = load_family(tensor_map.family).declared_by
     said = [f"{key}={checkpoint.config[key]}" for key in keys if key in checkpoint.config]
     return ", ".join(said) or "nothing"
@@ -171,11 +183,19 @@ def _stored(checkpoint: Checkpoint) -> str:
 
 
 def mtp_part(tensor_map: TensorMap) -> TensorMap:
-    """The same map with MTP layers alone."""
-    parts = {part: ref for part, ref in tensor_map.parts.items() if is_mtp(part)}
+    """The same map with MTP layers alone, and the tensors that these repeat."""
+    repeated = {original for part, original in tensor_map.copies.items() if is_mtp(part)}
+    parts = {part: ref for part, ref in tensor_map.parts.items() if is_mtp(part) or part in repeated}
     return TensorMap(tensor_map.model, parts, {}, tensor_map.findings, tensor_map.names)
 
 
 def _mtp_names(tensor_map: TensorMap) -> set[str]:
     """HF names of all tensors in MTP layers."""
     return {row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}
+
+
+def _trunk_names(side: Side) -> set[str]:
+    """Stored names that tensors outside MTP layers have in this checkpoint's layout."""
+    model = side.tensor_map.model
+    rows = model.rows if side.checkpoint.layout == "hf" else stored_rows(side.checkpoint, model)
+    return {row.name for row in rows if not is_mtp(row.parts[0])}

@@ -309,7 +309,9 @@ MEGATRON: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "offset negative": ("dense2_tp1", relocated(offset=-5), ("word_embeddings", "bytes -5")),
     "offset a word": ("dense2_tp1", relocated(offset="x"), (".metadata", "malformed", "word_embeddings")),
     "transform": ("dense2_tp1", relocated(transform_descriptors=["zstd"]), ("word_embeddings", "transform")),
-    "common.pt evil": ("dense2_tp1", common(lambda: {"args": Evil()}), ("common.pt", "posix.system", "nothing was run")),
+    "common.pt evil": (
+        "dense2_tp1", common(lambda: {"args": Evil()}), ("common.pt", "posix.system", "nothing was run")
+    ),
     "common.pt compressed": ("dense2_tp1", compressed, ("common.pt", "is compressed")),
     "common.pt cut off": ("dense2_tp1", truncated("common.pt", 4000), ("common.pt", "not a sound zip")),
     "common.pt empty": ("dense2_tp1", truncated("common.pt", 0), ("common.pt", "not a sound zip")),
@@ -821,7 +823,6 @@ MANIFEST: dict[str, tuple[str, Callable[[str], str], tuple[str, ...]]] = {
     "leads out": ("manifest.json", lambda text: text.replace("tokenizer.json", "../t.json"), ("leads out",)),
     "shard leads out": ("manifest.json", lambda text: text.replace(SINGLE, f"/{SINGLE}"), ("leads out",)),
     "file gone": ("manifest.json", lambda text: text.replace("tokenizer.json", "gone.json"), ("gone.json",)),
-    "other shard name": ("manifest.json", lambda text: text.replace(SINGLE, "x.safetensors"), ("index is missing",)),
     "header lies": ("headers/0.json", lambda text: text.replace('s":[0,', 's":[2,'), ("0.json", "offsets span")),
     "header no JSON": ("headers/0.json", lambda text: "[", ("0.json", "not valid JSON")),
     "config no JSON": ("files/config.json", lambda text: "{", ("config.json", "not valid JSON")),

@@ -159,7 +159,7 @@ def test_quiet_is_one_line(yard: MakeYard, cli: Cli) -> None:
     assert (good.code, good.out, good.err) == (0, "HOLDS; not judged: acceptance\n", "")
     flip_byte(place.source / "model.safetensors")
     bad = cli("verify", fixture_path("qwen2_mtp"), place.source, "-q")
-    assert (bad.code, bad.out, bad.err) == (1, "FAILS: 1 failure; not judged: acceptance\n", "")
+    assert (bad.code, bad.out, bad.err) == (1, "FAILS: 1 failure; not judged: files, acceptance\n", "")
 
 
 def test_exit_zero_forgives_failures_alone(yard: MakeYard, cli: Cli) -> None:

@@ -175,6 +175,9 @@ def test_spellings_of_the_original_are_kept() -> None:
     assert (changed["mtp_num_hidden_layers"], "num_nextn_predict_layers" in changed) == (3, False)
 
 
+RIGHT = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False}
+
+
 def test_what_megatron_cannot_say_is_refused() -> None:
     glm = load_family("glm4_moe")
     with pytest.raises(UnsupportedError, match="norm_topk_prob is False"):
@@ -182,4 +185,4 @@ def test_what_megatron_cannot_say_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="hidden_size is missing"):
         facts_from_config(glm.all_config, {k: v for k, v in GLM.items() if k != "hidden_size"}, glm.all_fixed)
     with pytest.raises(UnsupportedError, match="dense layers must come first"):
-        facts_from_args(load_dialect().args, {"num_layers": 3, "num_experts": 4, "moe_layer_freq": [1, 0, 1]})
+        facts_from_args(load_dialect().args, {**RIGHT, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [1, 0, 1]})

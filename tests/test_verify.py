@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
+from mtpcheck.errors import UnsupportedError
 from mtpcheck.report.report import Report
+from mtpcheck.roundtrip import roundtrip
+from mtpcheck.tensormap import read_tensor_map
 from mtpcheck.verify import verify
-from tests.megatron_edit import edit_args, flip_bit
+from tests.megatron_edit import drop_keys, edit_args, flip_bit
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 Tensors = dict[str, torch.Tensor]
@@ -212,3 +215,130 @@ def test_a_changed_megatron_argument_is_named(argument: str, value: Any, subject
     report = verify(FIXTURES / "glm4_moe", tmp_path / "megatron")
     assert subject in {f.subject for f in report.failures}
     assert all(f.check.startswith("declaration.") for f in report.failures)
+
+
+# ---- an export by somebody else, held against the Megatron checkpoint it came from
+
+
+@pytest.mark.parametrize(
+    ("change", "subject"),
+    [
+        (lambda c: c.update(rope_theta=5), "rope_theta / rotary_base"),
+        (lambda c: c.update(rms_norm_eps=0.5), "rms_norm_eps / norm_epsilon"),
+        (lambda c: c.update(num_experts_per_tok=1), "num_experts_per_tok / moe_router_topk"),
+        (lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings / untie_embeddings_and_output_weights"),
+        (lambda c: c.update(num_attention_heads=16, head_dim=8), "num_attention_heads / num_attention_heads"),
+        (lambda c: c.update(num_nextn_predict_layers=0), "num_nextn_predict_layers / mtp_num_layers"),
+        (lambda c: c.pop("num_nextn_predict_layers"), "num_nextn_predict_layers / mtp_num_layers"),
+        (lambda c: c.update(model_type="qwen3"), "model_type"),
+        (lambda c: c.update(rope_scaling={"type": "yarn", "factor": 4}), "rope_scaling"),
+        (lambda c: c.update(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+        (lambda c: c.update(text_config={"num_nextn_predict_layers": 0}), "num_nextn_predict_layers"),
+        (lambda c: c.pop("hidden_size"), "hidden_size"),
+    ],
+)  # fmt: skip
+def test_the_config_of_an_export_is_held_against_megatrons_arguments(
+    change: Callable[[dict[str, Any]], None], subject: str, tmp_path: Path
+) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    assert verify(tmp_path / "megatron", FIXTURES / "glm4_moe").verdict == "holds"
+    report = verify(tmp_path / "megatron", changed_config("glm4_moe", tmp_path, change))
+    expected = {subject, subject.replace("num_attention_heads / num_attention_heads", "num_attention_heads")}
+    assert expected & {f.subject for f in report.failures}, report.failures
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("apply_layernorm_1p", True), ("rotary_interleaved", True), ("use_rope_scaling", True), ("squared_relu", True),
+        ("attention_output_gate", True), ("window_size", (128, 0)), ("mtp_use_repeated_layer", True),
+        ("moe_apply_probs_on_input", True), ("swiglu", False), ("add_bias_linear", True),
+    ],
+)  # fmt: skip
+def test_arguments_that_give_the_weights_another_meaning_fail(argument: str, value: Any, tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    edit_args(tmp_path / "megatron" / "release", **{argument: value})
+    report = verify(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    assert argument in {f.subject for f in report.failures}
+
+
+def test_an_export_without_arguments_cannot_be_judged(tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    path = tmp_path / "megatron/release/common.pt"
+    state = torch.load(path, weights_only=False)
+    del state["args"]
+    torch.save(state, path)
+    with pytest.raises(UnsupportedError, match="no training arguments"):
+        verify(FIXTURES / "glm4_moe", tmp_path / "megatron")
+
+
+def test_an_unknown_vocabulary_size_counts_all_rows(tmp_path: Path) -> None:
+    convert(FIXTURES / "qwen3_mtp", tmp_path / "megatron")
+    edit_args(tmp_path / "megatron" / "release", vocab_size=None)
+    report = verify(FIXTURES / "qwen3_mtp", tmp_path / "megatron")
+    assert report.verdict == "holds"
+    assert read_tensor_map(open_checkpoint(tmp_path / "megatron")).facts["vocab"] == 384
+
+
+def test_mtp_tensors_that_the_family_does_not_know_count_with_only_mtp(tmp_path: Path) -> None:
+    def with_scale(value: float) -> Callable[[Tensors], None]:
+        return lambda t: t.update({EH + "_scale_inv": torch.full((1,), value)})
+
+    (tmp_path / "a").mkdir()
+    a = changed_tensors("glm4_moe", tmp_path / "a", with_scale(1.0))
+    b = changed_tensors("glm4_moe", tmp_path, with_scale(2.0))
+    assert failures(verify(a, b, only_mtp=True)) == [("values.bits", EH + "_scale_inv")]
+    assert ("presence.unclaimed", EH + "_scale_inv") in failures(verify(FIXTURES / "glm4_moe", b, only_mtp=True))
+
+
+def test_only_mtp_across_layouts_leaves_the_trunk_alone(tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    drop_keys(tmp_path / "megatron/release", lambda key: key == "decoder.layers.0.mlp.linear_fc2.weight")
+    assert verify(FIXTURES / "glm4_moe", tmp_path / "megatron", only_mtp=True).verdict == "holds"
+    drop_keys(tmp_path / "megatron/release", lambda key: key == "mtp.layers.0.hnorm.weight")
+    assert verify(FIXTURES / "glm4_moe", tmp_path / "megatron", only_mtp=True).verdict == "fails"
+
+
+def test_a_tensor_that_both_lack_is_missing_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    a = changed_tensors("glm4_moe", tmp_path / "a", lambda t: t.pop(EH))
+    b = changed_tensors("glm4_moe", tmp_path, lambda t: t.pop(EH))
+    assert failures(verify(a, b)) == [("presence.missing", EH)]
+
+
+def test_mtp_keys_have_no_other_spelling(tmp_path: Path) -> None:
+    """A serving engine looks for one of them; another one, or true for 1, is another declaration."""
+
+    def respell(config: dict[str, Any]) -> None:
+        config["num_nextn_predict_layers"] = config.pop("mtp_num_hidden_layers")
+
+    report = verify(FIXTURES / "qwen3_mtp", changed_config("qwen3_mtp", tmp_path, respell))
+    assert failures(report) == [("declaration.mtp", "mtp_num_hidden_layers")]
+
+
+def test_config_values_are_told_apart_by_type_and_place(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    a = changed_config("glm4_moe", tmp_path / "a", lambda c: c.update(x=[1, {"y": 1}], **{"text_config.z": 1}))
+    b = changed_config("glm4_moe", tmp_path, lambda c: c.update(x=[True, {"y": 1.0}], text_config={"z": 1}))
+    assert {subject for _, subject in failures(verify(a, b))} == {"x", "text_config\\.z"}
+
+
+def test_an_undeclared_layer_is_a_warning_that_shows(tmp_path: Path) -> None:
+    source = changed_config("glm4_moe", tmp_path, lambda c: c.pop("num_nextn_predict_layers"))
+    report = roundtrip(source)
+    assert (report.verdict, [f.check for f in report.findings if f.severity == "warning"]) == (
+        "holds",
+        ["declaration.count"],
+    )
+
+
+def test_structure_of_a_candidate_counts(tmp_path: Path) -> None:
+    candidate = Path(shutil.copytree(FIXTURES / "glm4_moe", tmp_path / "candidate"))
+    path = candidate / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][EH]
+    path.write_text(json.dumps(index))
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    for reference in (FIXTURES / "glm4_moe", tmp_path / "megatron"):
+        assert ("structure.unindexed", EH) in failures(verify(reference, candidate))

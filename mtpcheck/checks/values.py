@@ -33,7 +33,7 @@ def compare_maps(reference: TensorMap, candidate: TensorMap, progress: Progress)
     for having, lacking in ((reference, candidate), (candidate, reference)):
         for part, ref in having.parts.items():
             if part not in lacking.parts and part in having.copies:
-                yield from _lost_copy(having, lacking, part, ref)
+                yield from _lost_copy(having, part, ref)
     both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
     yield from _compare(reference.parts, candidate.parts, both, progress)
     for part, ref in candidate.padding.items():
@@ -42,7 +42,7 @@ def compare_maps(reference: TensorMap, candidate: TensorMap, progress: Progress)
             yield warning("values.padding", candidate.names[part], what)
 
 
-def _lost_copy(having: TensorMap, lacking: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
+def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
     """A part that one side omits: no loss if it equals what it repeats on the side that has it."""
     original = having.copies[part]
     while original in having.copies and original not in having.parts:

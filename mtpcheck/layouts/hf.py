@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpcheck.errors import FormatError
-from mtpcheck.files import LocalFile, read
+from mtpcheck.files import LocalFile, inside, read
 from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
@@ -57,7 +57,7 @@ def read_hf(folder: Path) -> HfFolder:
     shards: list[Shard] = []
     findings: list[Finding] = []
     for file in files:
-        source = LocalFile(_inside(folder, file))
+        source = LocalFile(inside(folder, file))
         header, own = read_header(source)
         for name in own:
             if name in tensors:
@@ -100,7 +100,7 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
             raise FormatError(f"{index}: no weight_map of tensor names to file names")
         files = sorted(set(weight_map.values()))
         for file in files:
-            if not _inside(folder, file).is_file():
+            if not inside(folder, file).is_file():
                 raise FormatError(f"{index}: names {file!r}, which is not in the folder; download or copy it")
         return files, weight_map
     if single.exists():
@@ -109,19 +109,6 @@ def _shard_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if found:
         raise FormatError(f"{folder}: {found[0]} but neither {SINGLE} nor {INDEX}; the index is missing")
     raise FormatError(f"{folder}: config.json but no safetensors weights; not a checkpoint mtpcheck can read")
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """``folder/name``, refusing what leads out of the folder; links within one Hub cache entry are followed."""
-    if "\0" in name:
-        raise FormatError(f"{folder}: {name!r} is no file name")
-    path, root = folder / name, folder.resolve()
-    roots = [root]
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    if Path(name).is_absolute() or not any(path.resolve().is_relative_to(r) for r in roots):
-        raise FormatError(f"{folder}: {name!r} leads out of the folder; refused")
-    return path
 
 
 def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
@@ -230,6 +217,11 @@ def _other_files(folder: Path, shards: set[str]) -> tuple[tuple[str, ...], list[
     carried, left = [], []
     for base, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        linked = next((name for name in folders if (Path(base) / name).is_symlink()), None)
+        if linked:
+            raise FormatError(
+                f"{Path(base) / linked}: is a link to a folder, which is not followed; put the folder here"
+            )
         for file in sorted(files):
             name = str((Path(base) / file).relative_to(folder))
             if name in shards:
@@ -237,7 +229,8 @@ def _other_files(folder: Path, shards: set[str]) -> tuple[tuple[str, ...], list[
             if Path(file).suffix in _WEIGHTS:
                 left.append(name)
             else:
-                _inside(folder, name)
+                if not inside(folder, name).is_file():
+                    raise FormatError(f"{folder / name}: is a dangling link or no regular file; remove it")
                 carried.append(name)
     return tuple(sorted(carried)), left
 

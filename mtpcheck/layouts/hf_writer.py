@@ -12,7 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from mtpcheck.layouts.hf import INDEX, header_entries, make_header
+from mtpcheck.layouts.hf import INDEX, SINGLE, header_entries, make_header
 from mtpcheck.move import fill, scratch, slabs, write_at
 from mtpcheck.parallel import JOB, WORKERS, Alive, batches, in_parallel, in_turn
 from mtpcheck.plan import Plan
@@ -29,8 +29,19 @@ class Form:
 
     def fits(self, tensors: Mapping[str, TensorRef]) -> bool:
         """Whether the headers describe exactly these tensors."""
-        described = {name: entry[:2] for raw in self.headers.values() for name, entry in header_entries(raw).items()}
-        return described == {name: (ref.dtype, ref.shape) for name, ref in tensors.items()}
+        entries = {file: header_entries(raw) for file, raw in self.headers.items()}
+        described = {name: entry[:2] for own in entries.values() for name, entry in own.items()}
+        same = described == {name: (ref.dtype, ref.shape) for name, ref in tensors.items()}
+        return same and self._index_fits({name: file for file, own in entries.items() for name in own})
+
+    def _index_fits(self, file_of: Mapping[str, str]) -> bool:
+        if self.index is None:
+            return list(self.headers) == [SINGLE]
+        try:
+            index = json.loads(self.index)
+        except ValueError:
+            return False
+        return isinstance(index, dict) and index.get("weight_map") == file_of
 
 
 def default_form(tensors: Mapping[str, TensorRef]) -> Form:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -130,19 +129,21 @@ class _Straightened:
     def size(self) -> int:
         return prod(self.shape) * self.itemsize
 
-    @cached_property
-    def _bytes(self) -> memoryview:
-        span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
-        raw = bytearray(span)
-        self.file.read_into(memoryview(raw), self.start)
-        array = np.ndarray(self.shape, f"V{self.itemsize}", buffer=raw, strides=self.strides)
-        return memoryview(array.tobytes())
-
     def place_of(self, offset: int) -> str:
         return f"{self.file.path}, the tensor at byte {self.start:,}"
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        buffer[:] = self._bytes[offset : offset + len(buffer)]
+        buffer[:] = _straighten(self)[offset : offset + len(buffer)]
+
+
+@lru_cache(maxsize=4)
+def _straighten(chunk: _Straightened) -> memoryview:
+    """All bytes of a chunk in C order; the last few are kept, since a chunk is read slab by slab."""
+    span = sum((n - 1) * s for n, s in zip(chunk.shape, chunk.strides, strict=True)) + chunk.itemsize
+    raw = bytearray(span)
+    chunk.file.read_into(memoryview(raw), chunk.start)
+    array = np.ndarray(chunk.shape, f"V{chunk.itemsize}", buffer=raw, strides=chunk.strides)
+    return memoryview(array.tobytes())
 
 
 def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
@@ -178,7 +179,12 @@ def _entries(
             count, nbytes = passed_over.get(kind, (0, 0))
             passed_over[kind] = (count + 1, nbytes + sum(item.length for _, item in own))
         elif not key.startswith(_COMMON_STATE):
-            tensors[key.removeprefix(prefix)] = _tensor(folder, key, entry, own)
+            name = key.removeprefix(prefix)
+            if name in tensors:
+                raise FormatError(
+                    f"{folder / '.metadata'}: {name} is stored twice, with and without {prefix!r} before it"
+                )
+            tensors[name] = _tensor(folder, key, entry, own)
     return tensors, passed_over
 
 
@@ -242,11 +248,12 @@ def _prefix(entries: Mapping[str, Any], prefixes: tuple[str, ...]) -> str:
 
 def _passed_over(key: str, entry: Any) -> str:
     """What an entry is if it is no weight of the model: a name for the report, or nothing."""
-    if "_extra_state" in key:
+    holds_tensor = bool(entry.size or entry.chunks)
+    if not holds_tensor and key.partition("/")[0].endswith("._extra_state"):
         return "_extra_state"
     if key.startswith(_TRAINING):
         return "optimizer and training state"
-    if not entry.size and not entry.chunks and not key.startswith(_COMMON_STATE):
+    if not holds_tensor and not key.startswith(_COMMON_STATE):
         return "other objects"
     return ""
 
@@ -279,11 +286,15 @@ def _zip(at: Shape, shape: Shape, size: Shape) -> zip[tuple[int, int, int]]:
 
 
 def _overlap(boxes: list[tuple[Shape, Shape]]) -> bool:
-    """Whether two neighbours in reading order share an element; with the volumes added up, enough to tell."""
-    return any(
-        all(a < b + m and b < a + n for a, n, b, m in zip(at, shape, other, size, strict=True))
-        for (at, shape), (other, size) in pairwise(sorted(boxes))
-    )
+    """Whether any two chunks share an element: a sweep along the first axis over those still open."""
+    opened: list[tuple[Shape, Shape]] = []
+    for at, shape in sorted(boxes):
+        opened = [box for box in opened if not at or box[0][0] + box[1][0] > at[0]]
+        for other, size in opened:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(at, shape, other, size, strict=True)):
+                return True
+        opened.append((at, shape))
+    return False
 
 
 def _dtype(entry: Any) -> Any:

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpcheck.box import Shape
-from mtpcheck.errors import FormatError
+from mtpcheck.errors import FormatError, MtpcheckError, UnsupportedError
 from mtpcheck.files import Source, read
 
 TORCH_DTYPES: Mapping[str, str] = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 """torch dtype → our dtype (safetensors' name)."""
 
@@ -131,6 +130,10 @@ class _Unpickler(pickle.Unpickler):
             return Named(f"torch.{name}")
         if (module, name) == ("torch.serialization", "_get_layout"):
             return Named("torch.layout")
+        if module == "torch._utils" and name.startswith("_rebuild"):
+            raise UnsupportedError(
+                f"{self.where}: holds a tensor of a kind that cannot be read yet ({name}), such as FP8"
+            )
         if self.foreign and module.split(".")[0] not in sys.stdlib_module_names:
             return type("Inert", (Inert,), {"__qualname__": f"{module}.{name}"})
         raise FormatError(
@@ -156,7 +159,7 @@ def unpickle(data: bytes, where: str, foreign: bool = False) -> Any:
     """
     try:
         return _Unpickler(data, where, foreign).load()
-    except FormatError:
+    except MtpcheckError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise FormatError(f"{where}: damaged pickle ({type(error).__name__}: {error})") from None
@@ -201,9 +204,12 @@ class Archive:
 
 def read_archive(source: Source, start: int, length: int, where: str, foreign: bool = False) -> Archive:
     """Parse the zip at ``[start, start + length)`` of ``source``. Raises FormatError if it is not a sound one."""
+    read(source, start, min(length, 4))  # an unreadable file is no damaged zip
     try:
         with zipfile.ZipFile(io.BufferedReader(Window(source, start, length), 4096)) as zipped:
             members = {info.filename.partition("/")[2]: info for info in zipped.infolist()}
+            if len(members) != len(zipped.infolist()):
+                raise FormatError(f"{where}: two members of one name; refused")
             packed = [name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED]
             if packed:
                 raise FormatError(f"{where}: member {packed[0]!r} is compressed; torch.save stores members as they are")

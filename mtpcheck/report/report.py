@@ -38,7 +38,6 @@ class Report:
     subjects: list[str]
     family: str = ""
     summary: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
