@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from mtpcheck.move import Bytes, fill, scratch, slabs
+from mtpcheck.move import SLAB, Bytes, fill, scratch, slabs, straight_run
 from mtpcheck.parallel import JOB, Alive, batches, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress, Silent
@@ -65,22 +66,29 @@ def _pieces(pairs: Sequence[tuple[str, TensorRef, TensorRef]]) -> Iterator[tuple
 def _compare(progress: Progress, pieces: list[_Piece], alive: Alive) -> _Found:
     found = []
     for name, start, a, b in pieces:
-        for (at, part), (_, other) in zip(slabs(a), slabs(b), strict=True):
+        step = JOB if straight_run(a) and straight_run(b) else SLAB  # what is mapped needs no buffer
+        for (at, part), (_, other) in zip(slabs(a, step), slabs(b, step), strict=True):
             alive()
-            left, right = scratch(part.nbytes, "left"), scratch(part.nbytes, "right")
-            fill(part, left.data)
-            fill(other, right.data)
-            if not _same(left, right):
+            left, right = _bytes(part, "left"), _bytes(other, "right")
+            if _memcmp(left.ctypes.data, right.ctypes.data, len(left)):
                 found.append((name, _locate(left, right, start + at, a.itemsize)))
             progress.advance(part.nbytes)
     return found
 
 
-def _same(left: Bytes, right: Bytes) -> bool:
-    whole = len(left) // 8 * 8  # eight bytes a step, and what is left over
-    if not np.array_equal(left[:whole].view(np.uint64), right[:whole].view(np.uint64)):
-        return False
-    return whole == len(left) or np.array_equal(left[whole:], right[whole:])
+_memcmp = ctypes.CDLL(None).memcmp  # lets go of the interpreter lock, and makes no array of booleans
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _bytes(plan: Plan, use: str) -> Bytes:
+    """The tensor in C order: the file itself where it is one run of a file, else a copy in memory of the thread."""
+    run = straight_run(plan)
+    mapped = run[0].mapped(run[1], plan.nbytes) if run else None
+    if mapped is not None:
+        return np.frombuffer(mapped, np.uint8)
+    copy = scratch(plan.nbytes, use)
+    fill(plan, copy.data)
+    return copy
 
 
 def _locate(left: Bytes, right: Bytes, start: int, itemsize: int) -> Difference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from pathlib import Path
@@ -21,6 +22,9 @@ class Source(Protocol):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from byte ``offset`` on, or raise FormatError. Safe from many threads."""
+
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        """The bytes without a copy, where that is possible; valid as long as the file is not cut short."""
 
     def place_of(self, offset: int) -> str:
         """File and byte where ``offset`` lies, in words."""
@@ -53,6 +57,7 @@ class LocalFile:
         self.path = path
         self.size = path.stat().st_size
         self._fd: int | None = None
+        self._map: mmap.mmap | None = None
 
     @property
     def name(self) -> str:
@@ -67,6 +72,14 @@ class LocalFile:
             weakref.finalize(self, os.close, fd)
             self._fd = fd
         return self._fd
+
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        if self._map is None:
+            self._map = mmap.mmap(self._descriptor(), 0, prot=mmap.PROT_READ)
+        view = memoryview(self._map)[offset : offset + length]
+        if len(view) < length:
+            raise FormatError(f"{self.path}: file ends at byte {len(self._map)}; copy or download it again")
+        return view
 
     def place_of(self, offset: int) -> str:
         return f"{self.path}, byte {offset:,}"

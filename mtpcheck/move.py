@@ -65,7 +65,7 @@ def _slabs(plan: Plan, limit: int, start: int) -> Iterator[tuple[int, Plan]]:
             yield from _slabs(part, limit, start + i * row)
 
 
-def _straight(plan: Plan) -> tuple[Source, int] | None:
+def straight_run(plan: Plan) -> tuple[Source, int] | None:
     """(source, offset) if the plan is one box that is one run of bytes. Unlike ``Plan.as_region`` it joins nothing."""
     if len(plan.boxes) != 1:
         return None
@@ -84,7 +84,7 @@ def fill(plan: Plan, buffer: memoryview) -> None:
 
     Raises FormatError if a source ends early.
     """
-    straight = _straight(plan)
+    straight = straight_run(plan)
     if straight is not None:
         straight[0].read_into(buffer, straight[1])
         return

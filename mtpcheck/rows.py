@@ -145,6 +145,9 @@ class _Symbol:
     name: str
     size: int = 0
 
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        return None
+
     def place_of(self, offset: int) -> str:
         return self.name
 

@@ -36,6 +36,9 @@ class Memory:
         assert offset >= 0 and offset + len(buffer) <= len(self.data)
         buffer[:] = self.data[offset : offset + len(buffer)]
 
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        return None
+
     def place_of(self, offset: int) -> str:
         return f"byte {offset}"
 

@@ -102,6 +102,10 @@ class Chunk:
             return self.item.file, start
         return _Straightened(self.item.file, start, self.shape, strides, itemsize), 0
 
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        source, start = self._payload
+        return source.mapped(start + offset, length)
+
     def place_of(self, offset: int) -> str:
         source, start = self._payload
         return f"{source.place_of(start + offset)} ({self.key})"
@@ -128,6 +132,9 @@ class _Straightened:
     @property
     def size(self) -> int:
         return prod(self.shape) * self.itemsize
+
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        return None
 
     def place_of(self, offset: int) -> str:
         return f"{self.file.path}, the tensor at byte {self.start:,}"

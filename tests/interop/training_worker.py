@@ -22,26 +22,23 @@ import torch.distributed as dist
 from megatron_worker import build, load, start_megatron, weights
 from safetensors.torch import save_file
 
-CASES = ("trained", "frozen")
-
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in weights(model).items()}
 
 
-def step(model: Any, vocabulary: int) -> None:
+def step(model: Any, trained: list[Any], vocabulary: int) -> None:
     """The loss of GPTModel.forward, in which each MTP layer has its share, and what Megatron-LM does after it."""
-    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 
     ids = torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(5))
     future = torch.triu(torch.ones(24, 24, dtype=torch.bool), 1)[None, None]
     loss = model(ids, torch.arange(24).expand_as(ids), future, labels=ids.roll(-1, 1))
     loss.mean().backward()
     # Adam's first step is as long for every element that has a gradient, and this one is more than bf16 has at 1.
-    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0).step()
-    if model.mtp.layers[0].enorm.weight.requires_grad:
-        with torch.no_grad():
-            finalize_model_grads._update_router_expert_bias([model], model.config)
+    torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0).step()
+    with torch.no_grad():
+        _update_router_expert_bias(trained, model.config)
 
 
 def save(model: Any, args: argparse.Namespace, root: Path) -> None:
@@ -66,12 +63,12 @@ def main(checkpoint: str, out: Path) -> None:
 
     args = dist_checkpointing.load_common_state_dict(checkpoint)["args"]
     out.mkdir(parents=True)
-    for case in CASES:
+    for case in ("trained", "frozen"):
         model = build(args, "local").train()
         load(model, checkpoint, "raise_all")
         model.mtp.requires_grad_(case == "trained")
         before = held(model)
-        step(model, args.vocab_size)
+        step(model, [model] if case == "trained" else [model.decoder], args.vocab_size)
         after = held(model)
         save(model, args, out / case)
         save_file(after, out / f"{case}.safetensors")
