@@ -3,11 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VENV_019 ?= .venv-019
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup roundtrip test lint format fixtures bench clean
+.PHONY: setup roundtrip test interop-019 lint format fixtures bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +24,17 @@ roundtrip: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+interop-019: $(VENV_019)/.installed
+	$(VENV_019)/bin/python -m pytest tests/interop/core_019.py
+
+# 0.19 asks for Python 3.12 and runs on 3.11. Its MoE code imports triton, which torch for CPU comes without.
+$(VENV_019)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_019)
+	$(VENV_019)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(VENV_019)/bin/python -m pip install --quiet --constraint constraints.txt --editable . einops psutil pytest
+	$(VENV_019)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -40,4 +52,4 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/bench.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_019) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -145,6 +145,16 @@ def default_of(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
     return row.default
 
 
+def _default_or_missing(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
+    """What a key that is not there means; MISSING where it has to be there at this size (96 heads in 5120)."""
+    if row.default is MISSING:
+        return row.equals
+    try:
+        return default_of(row, facts)
+    except FamilyError:
+        return MISSING
+
+
 def config_from_facts(
     rows: tuple[ConfigRow, ...], facts: Mapping[str, Any], original: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -155,10 +165,9 @@ def config_from_facts(
     config: dict[str, Any] = _copy(original or {})
     for row in rows:
         value = row.equals if row.fact is None else facts.get(row.fact, MISSING)
-        if value is MISSING and original is None and row.default is not MISSING:
-            value = default_of(row, facts)
+        default = _default_or_missing(row, facts)
+        value = default if value is MISSING and original is None else value
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
-        default = default_of(row, facts) if row.default is not MISSING else row.equals
         for key in present:
             if isinstance(value, list) and isinstance(before := lookup(config, key), list):
                 value = value[: len(before)]  # a list of layers may count the MTP layer or not

@@ -92,6 +92,21 @@ print(json.dumps({"code": code, "peak": peak}))
 """
 
 
+@pytest.mark.parametrize(
+    ("model", "tensors", "elements"),
+    [
+        ("DeepSeek-V3", "46,183", "684,489,845,504"),  # 671 B, the MTP layer 11.5 B, copies of embedding and head
+        ("GLM-4.5", "44,691", "358,337,791,296"),  # 355 B without the MTP layer
+        ("MiMo-7B", "451", "7,833,409,536"),
+    ],
+)
+def test_other_releases_at_full_size(model: str, tensors: str, elements: str, tmp_path: Path) -> None:
+    script = [sys.executable, FIXTURES / "full_size.py", tmp_path / "model", model]
+    made = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert f"{tensors} tensors, {elements} elements" in made.stdout
+    assert prove(tmp_path / "model").failures == []
+
+
 def test_glm_5_2_at_full_size(tmp_path: Path) -> None:
     """Sparse files with real headers: 59,585 tensors and 753,329,940,480 elements, in under 1 GB of memory."""
     made = subprocess.run(
