@@ -15,9 +15,10 @@ from typing import Any, Literal
 from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
-from mtpcheck.facts import ArgRow, arg_rows, holds
+from mtpcheck.facts import arg_rows, holds
 from mtpcheck.family import Model, family_names, load_family, specimens
 from mtpcheck.rows import Row, prove_invertible
+from mtpcheck.rules import ArgRow
 
 Spec = Literal["te", "local"]
 _ROLE_KEYS = {

@@ -13,8 +13,7 @@ from typing import Any
 from mtpcheck.data import check_keys
 from mtpcheck.errors import FamilyError, FormatError, UnsupportedError
 from mtpcheck.expr import evaluate
-
-MISSING = object()
+from mtpcheck.rules import MISSING, RULES, ArgRow
 
 _POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab"}
 _COUNTS = {"layers", "ffn", "experts", "expert_ffn", "shared_experts", "dense_layers", "mtp_layers", *_POSITIVE}
@@ -31,21 +30,6 @@ class ConfigRow:
     equals: Any = MISSING
     none: Any = MISSING
     """Another way to write null."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArgRow:
-    """One Megatron argument. ``rule`` turns the fact into the argument and back."""
-
-    keys: tuple[str, ...]
-    fact: str | None = None
-    rule: str = "same"
-    default: Any = MISSING
-    equals: Any = MISSING
-    value: Any = None
-    by: str = ""
-    beside: str = ""
-    write_only: bool = False
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -68,7 +52,7 @@ def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
         entry = {"fact": entry} if isinstance(entry, str) else dict(entry)
         check_keys(f"{what}: {key}", entry, {"fact", "rule", "default", "is", "value", "by", "beside", "write_only"})
         entry["equals"] = entry.pop("is", MISSING)
-        if entry.get("rule", "same") not in _RULES:
+        if entry.get("rule", "same") not in RULES:
             raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
         rows.append(ArgRow(_spellings(key), **entry))
     return tuple(rows)
@@ -205,7 +189,7 @@ def facts_from_args(
             if found != row.equals:
                 raise UnsupportedError(f"Megatron argument {row.keys[0]} is {found!r}, expected {row.equals!r}")
         else:
-            facts[row.fact] = _RULES[row.rule][1](row, found, facts, args)
+            facts[row.fact] = RULES[row.rule].to_fact(row, found, facts, args)
         _check_count(f"Megatron argument {row.keys[0]}", row.fact, facts)
     return facts
 
@@ -218,101 +202,9 @@ def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[
             continue
         if row.fact is None:
             value = row.equals
-        elif facts.get(row.fact) is None and row.rule in ("same", "groups"):
-            continue
         else:
-            value = _RULES[row.rule][0](row, facts.get(row.fact), facts)
-            if value is None and row.rule.startswith("indexer"):
-                continue  # a pattern that has no schedule stays in the manifest
+            value = RULES[row.rule].to_arg(row, facts.get(row.fact), facts)
+            if value is None and not RULES[row.rule].says_null:
+                continue
         args.update(dict.fromkeys(row.keys, value))
     return args
-
-
-def _first_dense(row: ArgRow, dense: Any, facts: Mapping[str, Any]) -> Any:
-    if not facts["experts"]:
-        return 1  # Megatron's default, without meaning in a dense model
-    return [0] * dense + [1] * (facts["layers"] - dense)
-
-
-def _dense_layers(row: ArgRow, frequency: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
-    if not facts.get("experts"):
-        return None
-    if isinstance(frequency, list):
-        dense = frequency.index(1) if 1 in frequency else len(frequency)
-        if frequency == [0] * dense + [1] * ((facts.get("layers") or len(frequency)) - dense):
-            return dense
-    elif frequency == 1:
-        return 0
-    raise UnsupportedError(f"Megatron argument {row.keys[0]} is {frequency!r}; dense layers must come first")
-
-
-def _divided(row: ArgRow, product: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
-    by = facts.get(row.by)
-    if not product or not by:
-        return 0
-    if product % by:
-        raise UnsupportedError(f"Megatron argument {row.keys[0]} is {product}, no multiple of {row.by} = {by}")
-    return product // by
-
-
-def _torch_dtype(row: ArgRow, name: Any, facts: Mapping[str, Any]) -> Any:
-    import torch
-
-    return getattr(torch, name) if name else None
-
-
-def _groups(row: ArgRow, groups: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
-    """``num_query_groups`` has a meaning only under ``group_query_attention``."""
-    return groups if args.get("group_query_attention") else facts.get("heads")
-
-
-def _unless_one(row: ArgRow, value: Any, facts: Mapping[str, Any]) -> Any:
-    return None if facts.get(row.by, 1) == 1 else value
-
-
-def _indexer_schedule(types: Any, facts: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(frequency, offset) whose schedule is ``types``, or None. Layers count from one, the MTP layer as the next."""
-    if types is None:
-        return 1, 1
-    own = [kind != "shared" for kind in types]
-    for frequency in range(1, len(own) + 1):
-        for offset in range(1, len(own) + 1):
-            if own == [max(n - offset, 0) % frequency == 0 for n in range(1, len(own) + 1)]:
-                return frequency, offset
-    return None
-
-
-def _indexer_types(row: ArgRow, frequency: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
-    offset = max(args.get("dsa_indexer_skip_topk_offset") or 1, 1)
-    count = facts.get("layers", 0) + (args.get("mtp_num_layers") or 0)
-    if (frequency or 1) == 1:
-        return None
-    return ["shared" if max(n - offset, 0) % frequency else "full" for n in range(1, count + 1)]
-
-
-def _renamed(row: ArgRow, value: Any, facts: Mapping[str, Any]) -> Any:
-    return row.value.get(value, value)
-
-
-def _named(row: ArgRow, value: Any, facts: Mapping[str, Any], args: Mapping[str, Any]) -> Any:
-    return {theirs: ours for ours, theirs in row.value.items()}.get(value, value)
-
-
-_RULES: dict[str, tuple[Any, Any]] = {
-    "same": (lambda row, value, facts: value, lambda row, value, facts, args: value),
-    "optional": (lambda row, value, facts: value, lambda row, value, facts, args: value),
-    "not": (lambda row, value, facts: not value, lambda row, value, facts, args: not value),
-    "none_is": (
-        lambda row, value, facts: None if value == row.value else value,
-        lambda row, value, facts, args: row.value if value is None else value,
-    ),
-    "unless_one": (_unless_one, lambda row, value, facts, args: 1 if value is None else value),
-    "renamed": (_renamed, _named),
-    "indexer_freq": (lambda row, types, facts: (_indexer_schedule(types, facts) or (None, 0))[0], _indexer_types),
-    "indexer_offset": (lambda row, types, facts: (_indexer_schedule(types, facts) or (0, None))[1], _indexer_types),
-    "groups": (lambda row, value, facts: value, _groups),
-    "times": (lambda row, value, facts: value * facts[row.by] if value else None, _divided),
-    "first_dense": (_first_dense, _dense_layers),
-    "torch_dtype": (_torch_dtype, lambda row, value, facts, args: str(value).removeprefix("torch.") if value else None),
-}
-"""rule → (fact to argument, argument to fact). ``optional`` writes a null, ``same`` leaves it unsaid."""

@@ -10,10 +10,11 @@ from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
-from mtpcheck.facts import MISSING, ArgRow, ConfigRow, default_of, facts_from_args, facts_from_config
+from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
+from mtpcheck.rules import MISSING, ArgRow
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtpcheck.data import configs, load
-from mtpcheck.facts import MISSING, ArgRow, ConfigRow, lookup
+from mtpcheck.facts import ConfigRow, lookup
 from mtpcheck.family import Family
 from mtpcheck.report.finding import Finding, failure, note, warning
+from mtpcheck.rules import MISSING, ArgRow
 from mtpcheck.tensormap import TensorMap
 
 _VOLATILE = {"transformers_version", "_name_or_path", "_commit_hash"}

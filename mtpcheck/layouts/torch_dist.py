@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mtpcheck.box import Shape, contiguous_steps
+from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError, UnsupportedError
-from mtpcheck.files import LocalFile, Source
+from mtpcheck.files import LocalFile
 from mtpcheck.layouts.hf import read_json
+from mtpcheck.layouts.items import Chunk, Item
 from mtpcheck.layouts.zipstore import (
     TORCH_DTYPES,
-    Archive,
     Record,
-    StoredTensor,
     read_archive,
     unpickle,
 )
@@ -52,107 +48,6 @@ def is_torch_dist(folder: Path) -> bool:
     return (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One stored item: bytes ``[offset, offset + length)`` of a .distcp file."""
-
-    file: LocalFile
-    offset: int
-    length: int
-
-    def archive(self, what: str, foreign: bool = False) -> Archive:
-        return read_archive(self.file, self.offset, self.length, f"{self.file.path}: {what}", foreign)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A source: the tensor inside one item, in C order. Its zip is parsed at the first read."""
-
-    item: _Item
-    key: str
-    dtype: str
-    shape: Shape
-
-    @property
-    def name(self) -> str:
-        return self.item.file.name
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
-
-    @cached_property
-    def _payload(self) -> tuple[Source, int]:
-        """(source, first byte) of the elements in C order."""
-        archive = self.item.archive(self.key)
-        tensor, itemsize = archive.root, DTYPE_BITS[self.dtype] // 8
-        if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
-            raise FormatError(
-                f"{self.name}: {self.key}: .metadata promises {self.dtype} {list(self.shape)}, the item holds "
-                + (f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no tensor")
-            )
-        start, nbytes = archive.storages.get(tensor.storage, (0, -1))
-        strides = tuple(s * itemsize for s in tensor.strides)
-        end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True)) + itemsize
-        if min(tensor.offset, *tensor.strides, 0) < 0 or (self.size and end > nbytes):
-            raise FormatError(f"{self.name}: {self.key}: the item's storage is too small for its tensor; damaged")
-        start += tensor.offset * itemsize
-        straight = contiguous_steps(self.shape, itemsize)
-        if all(n == 1 or a == b for n, a, b in zip(self.shape, strides, straight, strict=True)):
-            return self.item.file, start
-        return _Straightened(self.item.file, start, self.shape, strides, itemsize), 0
-
-    def mapped(self, offset: int, length: int) -> memoryview | None:
-        source, start = self._payload
-        return source.mapped(start + offset, length)
-
-    def place_of(self, offset: int) -> str:
-        source, start = self._payload
-        return f"{source.place_of(start + offset)} ({self.key})"
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        source, start = self._payload
-        source.read_into(buffer, start + offset)
-
-
-@dataclass(frozen=True)
-class _Straightened:
-    """A transposed or otherwise strided tensor, put into C order in memory (one chunk at a time)."""
-
-    file: LocalFile
-    start: int
-    shape: Shape
-    strides: Shape
-    itemsize: int
-
-    @property
-    def name(self) -> str:
-        return self.file.name
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape) * self.itemsize
-
-    def mapped(self, offset: int, length: int) -> memoryview | None:
-        return None
-
-    def place_of(self, offset: int) -> str:
-        return f"{self.file.path}, the tensor at byte {self.start:,}"
-
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        buffer[:] = _straighten(self)[offset : offset + len(buffer)]
-
-
-@lru_cache(maxsize=4)
-def _straighten(chunk: _Straightened) -> memoryview:
-    """All bytes of a chunk in C order; the last few are kept, since a chunk is read slab by slab."""
-    span = sum((n - 1) * s for n, s in zip(chunk.shape, chunk.strides, strict=True)) + chunk.itemsize
-    raw = bytearray(span)
-    chunk.file.read_into(memoryview(raw), chunk.start)
-    array = np.ndarray(chunk.shape, f"V{chunk.itemsize}", buffer=raw, strides=chunk.strides)
-    return memoryview(array.tobytes())
-
-
 def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
     """Read ``.metadata`` and the common state of an iteration folder.
 
@@ -172,7 +67,7 @@ def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
 def _entries(
     folder: Path,
     entries: dict[str, Any],
-    items: Mapping[str, list[tuple[Shape | None, _Item]]],
+    items: Mapping[str, list[tuple[Shape | None, Item]]],
     prefixes: tuple[str, ...],
 ) -> tuple[dict[str, TensorRef], dict[str, tuple[int, int]]]:
     """Weights of the model by name, and what else there is."""
@@ -214,10 +109,10 @@ def _read_metadata(path: Path) -> Any:
     return metadata
 
 
-def _items(folder: Path, metadata: Any) -> dict[str, list[tuple[Shape | None, _Item]]]:
+def _items(folder: Path, metadata: Any) -> dict[str, list[tuple[Shape | None, Item]]]:
     """key → [(offset of the chunk or None for bytes, item)], every item checked to lie within its file."""
     files: dict[str, LocalFile] = {}
-    items: dict[str, list[tuple[Shape | None, _Item]]] = {}
+    items: dict[str, list[tuple[Shape | None, Item]]] = {}
     for index, info in metadata.storage_data.items():
         name, offset, length = info.relative_path, info.offset, info.length
         if not (isinstance(name, str) and isinstance(offset, int) and isinstance(length, int)):
@@ -236,7 +131,7 @@ def _items(folder: Path, metadata: Any) -> dict[str, list[tuple[Shape | None, _I
             )
         if info.transform_descriptors:
             raise UnsupportedError(f"{file.path}: {index.fqn} is stored through a transform, which cannot be read")
-        items.setdefault(str(index.fqn), []).append((index.offset, _Item(file, offset, length)))
+        items.setdefault(str(index.fqn), []).append((index.offset, Item(file, offset, length)))
     return items
 
 
@@ -265,7 +160,7 @@ def _passed_over(key: str, entry: Any) -> str:
     return ""
 
 
-def _tensor(folder: Path, key: str, entry: Any, items: list[tuple[Shape | None, _Item]]) -> TensorRef:
+def _tensor(folder: Path, key: str, entry: Any, items: list[tuple[Shape | None, Item]]) -> TensorRef:
     where = folder / ".metadata"
     dtype_name = str(_dtype(entry)).removeprefix("torch.")
     if dtype_name not in TORCH_DTYPES:
@@ -310,7 +205,7 @@ def _dtype(entry: Any) -> Any:
     return properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
 
 
-def _args(folder: Path, items: Mapping[str, list[tuple[Shape | None, _Item]]]) -> dict[str, Any] | None:
+def _args(folder: Path, items: Mapping[str, list[tuple[Shape | None, Item]]]) -> dict[str, Any] | None:
     """The training arguments, from either place; None if nobody stored any."""
     path = folder / "common.pt"
     if path.is_file():

@@ -1,0 +1,116 @@
+"""Items of .distcp files: each a small torch.save zip, and as a source the tensor inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import numpy as np
+
+from mtpcheck.box import Shape, contiguous_steps
+from mtpcheck.errors import FormatError
+from mtpcheck.files import LocalFile, Source
+from mtpcheck.layouts.zipstore import Archive, StoredTensor, read_archive
+from mtpcheck.tensormap import DTYPE_BITS
+
+
+@dataclass(frozen=True)
+class Item:
+    """One stored item: bytes ``[offset, offset + length)`` of a .distcp file."""
+
+    file: LocalFile
+    offset: int
+    length: int
+
+    def archive(self, what: str, foreign: bool = False) -> Archive:
+        return read_archive(self.file, self.offset, self.length, f"{self.file.path}: {what}", foreign)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A source: the tensor inside one item, in C order. Its zip is parsed at the first read."""
+
+    item: Item
+    key: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def name(self) -> str:
+        return self.item.file.name
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @cached_property
+    def _payload(self) -> tuple[Source, int]:
+        """(source, first byte) of the elements in C order."""
+        archive = self.item.archive(self.key)
+        tensor, itemsize = archive.root, DTYPE_BITS[self.dtype] // 8
+        if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+            raise FormatError(
+                f"{self.name}: {self.key}: .metadata promises {self.dtype} {list(self.shape)}, the item holds "
+                + (f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no tensor")
+            )
+        start, nbytes = archive.storages.get(tensor.storage, (0, -1))
+        strides = tuple(s * itemsize for s in tensor.strides)
+        end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True)) + itemsize
+        if min(tensor.offset, *tensor.strides, 0) < 0 or (self.size and end > nbytes):
+            raise FormatError(f"{self.name}: {self.key}: the item's storage is too small for its tensor; damaged")
+        start += tensor.offset * itemsize
+        straight = contiguous_steps(self.shape, itemsize)
+        if all(n == 1 or a == b for n, a, b in zip(self.shape, strides, straight, strict=True)):
+            return self.item.file, start
+        return _Straightened(self.item.file, start, self.shape, strides, itemsize), 0
+
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        source, start = self._payload
+        return source.mapped(start + offset, length)
+
+    def place_of(self, offset: int) -> str:
+        source, start = self._payload
+        return f"{source.place_of(start + offset)} ({self.key})"
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        source, start = self._payload
+        source.read_into(buffer, start + offset)
+
+
+@dataclass(frozen=True)
+class _Straightened:
+    """A transposed or otherwise strided tensor, put into C order in memory (one chunk at a time)."""
+
+    file: LocalFile
+    start: int
+    shape: Shape
+    strides: Shape
+    itemsize: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    def mapped(self, offset: int, length: int) -> memoryview | None:
+        return None
+
+    def place_of(self, offset: int) -> str:
+        return f"{self.file.path}, the tensor at byte {self.start:,}"
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        buffer[:] = _straighten(self)[offset : offset + len(buffer)]
+
+
+@lru_cache(maxsize=4)
+def _straighten(chunk: _Straightened) -> memoryview:
+    """All bytes of a chunk in C order; the last few are kept, since a chunk is read slab by slab."""
+    span = sum((n - 1) * s for n, s in zip(chunk.shape, chunk.strides, strict=True)) + chunk.itemsize
+    raw = bytearray(span)
+    chunk.file.read_into(memoryview(raw), chunk.start)
+    array = np.ndarray(chunk.shape, f"V{chunk.itemsize}", buffer=raw, strides=chunk.strides)
+    return memoryview(array.tobytes())

@@ -1,0 +1,162 @@
+"""The closed set of rules that tie a fact to a Megatron argument, each with its inverse beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpcheck.errors import UnsupportedError
+
+MISSING = object()
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgRow:
+    """One Megatron argument. ``rule`` turns the fact into the argument and back."""
+
+    keys: tuple[str, ...]
+    fact: str | None = None
+    rule: str = "same"
+    default: Any = MISSING
+    equals: Any = MISSING
+    value: Any = None
+    by: str = ""
+    beside: str = ""
+    write_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``to_arg`` and ``to_fact`` undo each other. ``says_null``: a null argument is written, and not left unsaid."""
+
+    to_arg: Callable[[ArgRow, Any, Facts], Any]
+    to_fact: Callable[[ArgRow, Any, Facts, Facts], Any]
+    says_null: bool = True
+
+
+def _keep(row: ArgRow, value: Any, facts: Facts) -> Any:
+    return value
+
+
+def _kept(row: ArgRow, value: Any, facts: Facts, args: Facts) -> Any:
+    return value
+
+
+def _negated(row: ArgRow, value: Any, facts: Facts, args: Facts) -> Any:
+    return not value
+
+
+def _null_if(row: ArgRow, value: Any, facts: Facts) -> Any:
+    return None if value == row.value else value
+
+
+def _if_null(row: ArgRow, value: Any, facts: Facts, args: Facts) -> Any:
+    return row.value if value is None else value
+
+
+def _product(row: ArgRow, value: Any, facts: Facts) -> Any:
+    return value * facts[row.by] if value else None
+
+
+def _first_dense(row: ArgRow, dense: Any, facts: Facts) -> Any:
+    if not facts["experts"]:
+        return 1  # Megatron's default, without meaning in a dense model
+    return [0] * dense + [1] * (facts["layers"] - dense)
+
+
+def _dense_layers(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
+    if not facts.get("experts"):
+        return None
+    if isinstance(frequency, list):
+        dense = frequency.index(1) if 1 in frequency else len(frequency)
+        if frequency == [0] * dense + [1] * ((facts.get("layers") or len(frequency)) - dense):
+            return dense
+    elif frequency == 1:
+        return 0
+    raise UnsupportedError(f"Megatron argument {row.keys[0]} is {frequency!r}; dense layers must come first")
+
+
+def _divided(row: ArgRow, product: Any, facts: Facts, args: Facts) -> Any:
+    by = facts.get(row.by)
+    if not product or not by:
+        return 0
+    if product % by:
+        raise UnsupportedError(f"Megatron argument {row.keys[0]} is {product}, no multiple of {row.by} = {by}")
+    return product // by
+
+
+def _torch_dtype(row: ArgRow, name: Any, facts: Facts) -> Any:
+    import torch
+
+    return getattr(torch, name) if name else None
+
+
+def _groups(row: ArgRow, groups: Any, facts: Facts, args: Facts) -> Any:
+    """``num_query_groups`` has a meaning only under ``group_query_attention``."""
+    return groups if args.get("group_query_attention") else facts.get("heads")
+
+
+def _unless_one(row: ArgRow, value: Any, facts: Facts) -> Any:
+    return None if facts.get(row.by, 1) == 1 else value
+
+
+def _indexer_schedule(types: Any) -> tuple[int, int] | None:
+    """(frequency, offset) whose schedule is ``types``, or None. Layers count from one, the MTP layer as the next."""
+    if types is None:
+        return 1, 1
+    own = [kind != "shared" for kind in types]
+    for frequency in range(1, len(own) + 1):
+        for offset in range(1, len(own) + 1):
+            if own == [max(n - offset, 0) % frequency == 0 for n in range(1, len(own) + 1)]:
+                return frequency, offset
+    return None
+
+
+def _indexer_types(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
+    offset = max(args.get("dsa_indexer_skip_topk_offset") or 1, 1)
+    count = facts.get("layers", 0) + (args.get("mtp_num_layers") or 0)
+    if (frequency or 1) == 1:
+        return None
+    return ["shared" if max(n - offset, 0) % frequency else "full" for n in range(1, count + 1)]
+
+
+def _renamed(row: ArgRow, value: Any, facts: Facts) -> Any:
+    return row.value.get(value, value)
+
+
+def _named(row: ArgRow, value: Any, facts: Facts, args: Facts) -> Any:
+    return {theirs: ours for ours, theirs in row.value.items()}.get(value, value)
+
+
+def _dtype_name(row: ArgRow, dtype: Any, facts: Facts, args: Facts) -> Any:
+    return str(dtype).removeprefix("torch.") if dtype else None
+
+
+def _indexer_frequency(row: ArgRow, types: Any, facts: Facts) -> Any:
+    schedule = _indexer_schedule(types)
+    return schedule[0] if schedule else None  # a pattern that has no schedule stays in the manifest
+
+
+def _indexer_offset(row: ArgRow, types: Any, facts: Facts) -> Any:
+    schedule = _indexer_schedule(types)
+    return schedule[1] if schedule else None
+
+
+RULES: Mapping[str, Rule] = {
+    "same": Rule(_keep, _kept, says_null=False),
+    "optional": Rule(_keep, _kept),
+    "not": Rule(lambda row, value, facts: not value, _negated),
+    "none_is": Rule(_null_if, _if_null),
+    "unless_one": Rule(_unless_one, lambda row, value, facts, args: 1 if value is None else value),
+    "renamed": Rule(_renamed, _named),
+    "groups": Rule(_keep, _groups, says_null=False),
+    "times": Rule(_product, _divided),
+    "first_dense": Rule(_first_dense, _dense_layers),
+    "torch_dtype": Rule(_torch_dtype, _dtype_name),
+    "indexer_freq": Rule(_indexer_frequency, _indexer_types, says_null=False),
+    "indexer_offset": Rule(_indexer_offset, _indexer_types, says_null=False),
+}
+"""Rule of an argument row → how it works. No file may name another."""
