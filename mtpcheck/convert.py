@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.compare import differs, is_zero
-from mtpcheck.dialect import Spec, load_dialect
+from mtpcheck.dialect import KeyForm, Mcore, Spec, load_dialect
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts, config_from_facts
 from mtpcheck.family import load_family
@@ -25,8 +25,6 @@ from mtpcheck.report.finding import Finding, Severity, failure, note, warning
 from mtpcheck.rows import Row, factored
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
-
-Mcore = Literal["0.16", "0.19"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _write_torch_dist(
         )
     padded = -(-tensor_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
     dialect = load_dialect()
-    spelling = dialect.rows(tensor_map.model, options.spec, padded)
+    spelling = dialect.rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore))
     shapes = tensor_map.model.shapes
     plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
     tensors = []

@@ -21,6 +21,7 @@ from mtpcheck.rows import Row, prove_invertible
 from mtpcheck.rules import ArgRow
 
 Spec = Literal["te", "local"]
+Mcore = Literal["0.16", "0.19"]
 _ROLE_KEYS = {
     "name",
     "also",
@@ -107,6 +108,16 @@ class Spelling:
 
 
 @dataclass(frozen=True)
+class KeyForm:
+    """Which form of each key: that of an existing checkpoint with these ``stored`` keys, or, without them, the one
+    that megatron-core ``mcore`` with layer spec ``spec`` writes."""
+
+    spec: Spec = "te"
+    mcore: Mcore = "0.16"
+    stored: Collection[str] = ()
+
+
+@dataclass(frozen=True)
 class Dialect:
     name: str
     prefixes: tuple[str, ...]
@@ -125,29 +136,26 @@ class Dialect:
         """Facts that Megatron has a word for."""
         return frozenset(row.fact for row in self.args if row.fact)
 
-    def rows(self, model: Model, spec: Spec, padded_vocab: int, stored: Collection[str] | None = None) -> Spelling:
-        """Rows for every part of ``model`` that Megatron has a place for (copies have none).
-
-        ``stored`` are the keys of an existing checkpoint; None asks for the form megatron-core would write.
-        """
+    def rows(self, model: Model, padded_vocab: int, form: KeyForm) -> Spelling:
+        """Rows for every part of ``model`` that Megatron has a place for (copies have none)."""
         spelling = Spelling()
         parts = {p for p in model.layers.get("", []) if p not in model.copies}
         for role in self.outside:
             if role.fits(parts, model.facts):
                 pad = padded_vocab if role.pad else None
-                names = role.spellings(spec)
-                name = next((n for n in names if stored and n in stored), names[0])
+                names = role.spellings(form.spec)
+                name = next((n for n in names if n in form.stored), names[0])
                 spelling.rows.append(Row(name, role.parts, role.axis, pad=pad, origin=self._origin(role)))
-                self._extra(spelling, role, spec, name, ())
-        self._decoder_rows(spelling, model, spec, stored)
+                self._extra(spelling, role, form, name, ())
+        self._decoder_rows(spelling, model, form)
         for layer in (name for name in model.layers if name.startswith("mtp.")):
-            self._mtp_rows(spelling, model, layer, spec, stored)
+            self._mtp_rows(spelling, model, layer, form)
         return spelling
 
     def _origin(self, role: Role) -> str:
         return f"dialects/{self.name}.yaml: {role.names['te']}"
 
-    def _decoder_rows(self, spelling: Spelling, model: Model, spec: Spec, stored: Collection[str] | None) -> None:
+    def _decoder_rows(self, spelling: Spelling, model: Model, form: KeyForm) -> None:
         layers = [name for name in model.layers if name.startswith("layers.")]
         # transformer_block.py: one key with a layer axis, unless the layers differ (moe_layer_freq is a list)
         stacked = not model.facts["experts"]
@@ -159,32 +167,31 @@ class Dialect:
             apart = [(f"{self.decoder}.{layer.removeprefix('layers.')}", [layer]) for layer in having]
             orders = [together, apart] if stacked else [apart, together]
             chosen = [places for places in orders if places]
-            places = next((p for p in chosen if stored and self._present(role, p[0][0], spec, stored)), chosen[0])
+            places = next((p for p in chosen if self._present(role, p[0][0], form)), chosen[0])
             for prefix, members in places:
                 stack = (len(members),) if prefix == self.decoder else ()
-                self._role_rows(spelling, model, role, prefix, members, stack, spec, stored)
+                self._role_rows(spelling, model, role, prefix, members, stack, form)
 
-    def _mtp_rows(
-        self, spelling: Spelling, model: Model, layer: str, spec: Spec, stored: Collection[str] | None
-    ) -> None:
+    def _mtp_rows(self, spelling: Spelling, model: Model, layer: str, form: KeyForm) -> None:
         prefix = f"{self.mtp}.{layer.removeprefix('mtp.')}"
         for role in self.own:
             if role.fits(model.layers[layer], model.facts):
-                self._role_rows(spelling, model, role, prefix, [layer], (), spec, stored)
+                self._role_rows(spelling, model, role, prefix, [layer], (), form)
         inner = next(
-            (i for i in self.inner if stored and any(k.startswith(f"{prefix}.{i}.") for k in stored)), self.inner[0]
+            (i for i in self.inner if any(k.startswith(f"{prefix}.{i}.") for k in form.stored)),
+            self.inner[0],
         )
         for role in self.layer:
             if role.fits(model.layers[layer], model.facts):
-                self._role_rows(spelling, model, role, f"{prefix}.{inner}", [layer], (), spec, stored)
+                self._role_rows(spelling, model, role, f"{prefix}.{inner}", [layer], (), form)
         for entry in self.bare_extra:
-            if spec in entry["extra"] and holds(entry["when"], model.facts):
+            if form.spec in entry["extra"] and form.mcore in entry["mcore"] and holds(entry["when"], model.facts):
                 spelling.extras.append(ExtraState(f"{prefix}.{inner}.{entry['module']}", ()))
 
-    def _present(self, role: Role, prefix: str, spec: Spec, stored: Collection[str]) -> bool:
+    def _present(self, role: Role, prefix: str, form: KeyForm) -> bool:
         return any(
-            f"{prefix}.{name}{suffix}" in stored
-            for name in (*role.spellings(spec), *([expand(role.each, {role.counter: 0})] if role.each else []))
+            f"{prefix}.{name}{suffix}" in form.stored
+            for name in (*role.spellings(form.spec), *([expand(role.each, {role.counter: 0})] if role.each else []))
             for suffix in ("", "_w", "_v")
         )
 
@@ -196,25 +203,24 @@ class Dialect:
         prefix: str,
         members: list[str],
         stack: tuple[int, ...],
-        spec: Spec,
-        stored: Collection[str] | None,
+        form: KeyForm,
     ) -> None:
         """Rows of one role for ``members`` (one layer, or all that share a stacked tensor)."""
         counters: list[int | None] = list(range(model.facts[role.count])) if role.counter else [None]
-        names = [f"{prefix}.{name}" for name in role.spellings(spec)]
+        names = [f"{prefix}.{name}" for name in role.spellings(form.spec)]
         single = f"{prefix}.{role.each}" if role.each else ""
-        if single and stored and not any(n in stored or n + "_w" in stored for n in names):
+        if single and not any(n in form.stored or n + "_w" in form.stored for n in names):
             first = expand(single, {role.counter: 0})
-            if first in stored or first + "_w" in stored:
+            if first in form.stored or first + "_w" in form.stored:
                 for e in counters:
                     name = expand(single, {role.counter: e})
                     parts = [f"{m}.{p}" for m in members for p in role.templates(e)]
-                    self._add(spelling, role, [name], parts, stack, stored)
+                    self._add(spelling, role, [name], parts, stack, form)
                 return
         parts = [f"{m}.{p}" for m in members for e in counters for p in role.templates(e)]
         full = (*stack, *((len(counters),) if role.counter else ()))
-        name = self._add(spelling, role, names, parts, full, stored)
-        self._extra(spelling, role, spec, name, full)
+        name = self._add(spelling, role, names, parts, full, form)
+        self._extra(spelling, role, form, name, full)
 
     def _add(
         self,
@@ -223,20 +229,20 @@ class Dialect:
         names: list[str],
         parts: list[str],
         stack: tuple[int, ...],
-        stored: Collection[str] | None,
+        form: KeyForm,
     ) -> str:
         """Add the row in the form that ``stored`` has: joined, or its two halves apart."""
-        name = next((n for n in names if stored and (n in stored or n + "_w" in stored)), names[0])
+        name = next((n for n in names if (n in form.stored or n + "_w" in form.stored)), names[0])
         origin = self._origin(role)
-        if role.halves and stored and name not in stored and name + "_w" in stored:
+        if role.halves and name not in form.stored and name + "_w" in form.stored:
             for half, suffix in enumerate(("_w", "_v")):
                 spelling.rows.append(Row(name + suffix, tuple(parts[half::2]), 0, stack, origin=origin))
         else:
             spelling.rows.append(Row(name, tuple(parts), role.axis, stack, origin=origin))
         return name
 
-    def _extra(self, spelling: Spelling, role: Role, spec: Spec, name: str, stack: tuple[int, ...]) -> None:
-        if spec in role.extra:
+    def _extra(self, spelling: Spelling, role: Role, form: KeyForm, name: str, stack: tuple[int, ...]) -> None:
+        if form.spec in role.extra:
             spelling.extras.append(ExtraState(name.rsplit(".", 1)[0], stack))
 
 
@@ -274,7 +280,7 @@ def _specimens() -> Iterator[tuple[Model, Spec]]:
 
 def prove_complete(dialect: Dialect, model: Model, spec: Spec) -> None:
     """Check that the dialect stores every part but copies, once, invertibly. Raises FamilyError."""
-    rows = dialect.rows(model, spec, padded_vocab=model.facts["vocab"] + 1).rows
+    rows = dialect.rows(model, model.facts["vocab"] + 1, KeyForm(spec)).rows
     prove_invertible(rows, model.shapes)
     homeless = set(model.shapes) - set(model.copies) - {part for row in rows for part in row.parts}
     if homeless:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
@@ -85,7 +85,7 @@ def _embedding_rows(checkpoint: Checkpoint) -> int:
 def stored_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
     """Rows of ``model`` in the form that this Megatron checkpoint has."""
     padded = max(_embedding_rows(checkpoint), model.facts["vocab"])
-    return load_dialect().rows(model, "te", padded, checkpoint.tensors.keys()).rows
+    return load_dialect().rows(model, padded, KeyForm(stored=checkpoint.tensors.keys())).rows
 
 
 def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:

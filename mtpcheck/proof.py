@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.convert import Options, check_convertible, check_not_lost, derived_config, one_dtype, other_layout
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.facts import args_from_facts, facts_from_args
 from mtpcheck.family import load_family
@@ -75,7 +75,7 @@ def _different(a: Checkpoint, a_map: TensorMap, options: Options) -> Iterator[Fi
     """Stored tensors that would not come back as they are, with the rows at fault."""
     shapes = a_map.model.shapes
     padded = -(-a_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
-    megatron = load_dialect().rows(a_map.model, options.spec, padded).rows
+    megatron = load_dialect().rows(a_map.model, padded, KeyForm(options.spec)).rows
     own, other = (a_map.model.rows, megatron) if a.layout == "hf" else (stored_rows(a, a_map.model), a_map.model.rows)
     plans = {part: ref.plan for part, ref in a_map.parts.items()}
     origin: dict[str, str] = {}
