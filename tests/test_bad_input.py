@@ -583,7 +583,7 @@ def test_disk_full(
 
 
 def test_disk_full_at_allocation(yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = yard("dense2_tp1")
+    place = yard("qwen2_mtp")
 
     def fallocate(*given: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

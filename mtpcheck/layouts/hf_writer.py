@@ -71,8 +71,7 @@ def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], pro
             queues = []
             for file, header in shards[i : i + WORKERS]:
                 entries = header_entries(header)
-                size = sum(tensors[name].nbytes for name in entries)
-                fd = files.enter_context(_new_file(folder / file, header, size))
+                fd = files.enter_context(_new_file(folder / file, header))
                 queues.append(_jobs(fd, progress, _pieces(8 + len(header), entries, tensors)))
             for _ in in_parallel(in_turn(queues)):  # a file takes one write at a time, so no two workers in one file
                 pass
@@ -81,12 +80,11 @@ def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], pro
 
 
 @contextmanager
-def _new_file(path: Path, header: bytes, nbytes: int) -> Iterator[int]:
-    """A new shard, open for writing, that holds its header and space for ``nbytes`` of data."""
+def _new_file(path: Path, header: bytes) -> Iterator[int]:
+    """A new shard, open for writing, that holds its header. Space is not reserved: it halves the speed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        os.posix_fallocate(fd, 0, 8 + len(header) + nbytes)  # a full disk shows now and not after an hour
         write_at(fd, len(header).to_bytes(8, "little") + header, 0)
         yield fd
     finally:
