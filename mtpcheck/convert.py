@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
@@ -25,6 +25,9 @@ from mtpcheck.report.finding import Finding, Severity, failure, note, warning
 from mtpcheck.rows import Row, factored
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
+
+if TYPE_CHECKING:
+    from mtpcheck.layouts.hf_writer import Written
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,13 @@ def convert(
     options: Options | None = None,
     like: str | Path | None = None,
     progress: Progress | None = None,
+    written: Written | None = None,
 ) -> Converted:
     """Convert ``source`` into the new folder ``target``; by default into the other layout.
 
     ``like`` lends an export the form of another checkpoint (an HF folder, or a Megatron folder that we made): shard
-    files, and config keys that Megatron has no word for. Never a weight, never the MTP declaration.
+    files, and config keys that Megatron has no word for. Never a weight, never the MTP declaration. ``written`` is
+    called for every HF shard once it is whole, and may free its disk.
     ``target`` appears whole or not at all. Raises CheckpointFails if the source lacks tensors or holds some that
     nobody claims, UnsupportedError if the target cannot hold it exactly, UsageError for the paths.
     """
@@ -85,10 +90,10 @@ def convert(
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
-    check_space(target.parent, tensor_map.nbytes)
+    check_space(target.parent, tensor_map.nbytes if written is None else 0)
     with new_folder(target) as folder:
         if to == "hf":
-            findings = _write_hf(opened, tensor_map, folder, progress or Silent())
+            findings = _write_hf(opened, tensor_map, folder, progress or Silent(), written)
         else:
             findings = _write_torch_dist(opened, tensor_map, folder, options or Options(), progress or Silent())
     counts = check_count(tensor_map, str(source))
@@ -226,7 +231,9 @@ def padding_findings(tensor_map: TensorMap) -> list[Finding]:
 # ---- Megatron → Hugging Face
 
 
-def _write_hf(source: Checkpoint, tensor_map: TensorMap, folder: Path, progress: Progress) -> list[Finding]:
+def _write_hf(
+    source: Checkpoint, tensor_map: TensorMap, folder: Path, progress: Progress, written: Written | None
+) -> list[Finding]:
     from mtpcheck.layouts.hf_writer import Form, default_form, write_shards
 
     manifest = source.manifest
@@ -248,7 +255,7 @@ def _write_hf(source: Checkpoint, tensor_map: TensorMap, folder: Path, progress:
             if name != INDEX:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(manifest.file(name), folder / name)
-    write_shards(folder, form or default_form(tensors), tensors, progress)
+    write_shards(folder, form or default_form(tensors), tensors, progress, written)
     original = manifest.config if manifest else None
     config = derived_config(tensor_map, original)
     if config != original:

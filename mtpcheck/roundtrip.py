@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count
-from mtpcheck.checks.files import compare_files, names_of
+from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import Options, convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
+from mtpcheck.parallel import WORKERS
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
@@ -43,13 +44,17 @@ def roundtrip(
     report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, middle, a.layout))
     try:
         with _workspace(Path(source), workdir, keep) as folder:
-            check_space(folder, 2 * a.nbytes)
+            check_space(folder, space_needed(a, keep is not None))
             there, back = folder / middle, folder / a.layout
             with bar("there", a_map.nbytes, show_progress) as progress:
                 out = convert(source, there, family=a_map.family, options=options, progress=progress)
-            with bar("back", a_map.nbytes, show_progress) as progress:
-                home = convert(there, back, family=a_map.family, options=_same_form(a, options), progress=progress)
-            _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), show_progress)
+            with bar("back", (1 if a.hf is None or keep else 2) * a_map.nbytes, show_progress) as progress:
+                shards = HollowShards(a.folder, progress) if a.hf is not None and keep is None else None
+                home = convert(
+                    there, back, family=a_map.family, options=_same_form(a, options), progress=progress, written=shards
+                )
+            identical = shards.identical if shards else set()
+            _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), identical, show_progress)
             report.include((*out.findings, *home.findings))
             if keep is None:  # the folder is gone when the report is read
                 where = f"{folder}/"
@@ -73,28 +78,47 @@ def _reopen(folder: Path, source: TensorMap) -> Side:
     return Side(opened, read_like(opened, source))
 
 
-def _judge(report: Report, source: Side, middle: Side, result: Side, show: bool) -> None:
-    """The middle through our rows, then the result: file by file, or part by part for a Megatron source."""
-    a, a_map = source.checkpoint, source.tensor_map
-    compare_sides(report, source, middle, show_progress=show)
-    report.include(check_count(a_map, str(a.path)))
-    c = result.checkpoint
+def space_needed(a: Checkpoint, keep: bool) -> int:
+    """Bytes of disk of a round trip: the copy in between and the result, of which identical shards are freed."""
+    if a.hf is None or keep:
+        return 2 * a.nbytes
+    sizes = sorted((a.folder / shard.file).stat().st_size for shard in a.hf.shards)
+    return a.nbytes + sum(sizes[-WORKERS:])
+
+
+def _judge(report: Report, source: Side, middle: Side, result: Side, identical: set[str], show: bool) -> None:
+    """The middle through our rows, then the result: file by file, or part by part for a Megatron source.
+
+    Where every file came back byte for byte, the middle held the same bits, since it is all that the result was made
+    of; then they are not read a third time.
+    """
+    a, c = source.checkpoint, result.checkpoint
     again = Report(report.command, report.subjects)
     different: list[Finding] = []
     if a.hf is None or c.hf is None:
+        compare_sides(report, source, middle, show_progress=show)
         compare_sides(again, source, result, show_progress=show)
-        told = f"{len(a_map.parts)} parts compared bit for bit"
+        told = f"{len(source.tensor_map.parts)} parts compared bit for bit"
     else:
         names = names_of(a.hf)
         with bar("comparing files", a.nbytes, show) as progress:
-            different = list(compare_files(a.folder, a.hf, c.folder, c.hf, progress))
+            different = list(compare_files(a.folder, a.hf, c.folder, c.hf, identical, progress))
+        compare_sides(report, source, middle, show_progress=show, bits=bool(different))
         told = f"{len(names) - len(different)} of {len(names)} files byte-identical"
-        if different:  # identical files need no second look; differing ones an explanation
-            compare_sides(again, source, result)
+        if different:
+            compare_sides(again, _without(source, identical), _without(result, identical))
+    report.include(check_count(source.tensor_map, str(a.path)))
     if again.failures and not different:
         different = [failure("result.identity", c.layout, "the way back gives another checkpoint")]
     report.add("result", different, told)
     report.include(again.findings)
+
+
+def _without(side: Side, files: set[str]) -> Side:
+    """An HF side without the tensors of some shards, which are known to be identical and may be hollow."""
+    shard_of = side.checkpoint.hf.shard_of if side.checkpoint.hf else {}
+    tensors = {name: ref for name, ref in side.checkpoint.tensors.items() if shard_of.get(name) not in files}
+    return Side(replace(side.checkpoint, tensors=tensors), side.tensor_map)
 
 
 @contextmanager

@@ -81,14 +81,19 @@ def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool)
         raise UnsupportedError(f"{checkpoint.path}: has no MTP layer, so there is nothing to judge (--allow-no-mtp)")
 
 
-def compare_sides(report: Report, a: Side, b: Side, only_mtp: bool = False, show_progress: bool = False) -> None:
-    """Add structure, presence, declaration and bits of ``b`` against ``a`` to a report."""
+def compare_sides(
+    report: Report, a: Side, b: Side, only_mtp: bool = False, show_progress: bool = False, bits: bool = True
+) -> None:
+    """Add structure, presence, declaration and bits of ``b`` against ``a`` to a report.
+
+    Without ``bits`` (only across layouts): all but the bits, which the caller has compared otherwise.
+    """
     _add_structure(report, a, b)
     with bar("comparing", a.checkpoint.nbytes, show_progress) as progress:
         if a.checkpoint.layout == b.checkpoint.layout == "hf":
             found, compared = _by_name(a, b, only_mtp, progress)
         else:
-            found, compared = _by_part(a, b, only_mtp, progress)
+            found, compared = _by_part(a, b, only_mtp, progress, bits)
     nbytes = sum(ref.nbytes for ref in compared.values())
     report.add("presence", of_group(found, "presence"), _presence(a, compared))
     _add_declaration(report, a, b)
@@ -112,14 +117,14 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
     return found, left
 
 
-def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
+def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right = a.tensor_map, b.tensor_map
     found = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
     if only_mtp:
         left, right = mtp_part(left), mtp_part(right)
         trunk = _trunk_names(a) | _trunk_names(b)
         found = [f for f in found if f.subject not in trunk]
-    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress)]
+    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress, bits)]
     return found, left.parts
 
 

@@ -11,8 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.checks.files import HollowShards
 from mtpcheck.convert import Options, convert
 from mtpcheck.errors import CheckpointFails, UnsupportedError, UsageError
+from mtpcheck.progress import Silent
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import read_tensor_map
 from mtpcheck.verify import verify
@@ -206,18 +208,52 @@ def test_keep_never_overwrites_and_workdir_is_left_clean(tmp_path: Path) -> None
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_a_report_fails_when_the_way_back_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that damages one byte on the way back must be seen."""
-    import mtpcheck.roundtrip as module
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_report_fails_when_the_way_back_differs(keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that damages one byte on the way back must be seen, whether the result is kept or not."""
+    import mtpcheck.layouts.hf_writer as module
 
-    def damaged(source: Path, target: Path, **options: object) -> object:
-        result = convert(source, target, **options)  # type: ignore[arg-type]
-        if (target / "config.json").exists():
-            shard = target / "model.safetensors"
-            flip_bit(shard, shard.stat().st_size - 1, 7)
-        return result
+    right = module.write_at
 
-    monkeypatch.setattr(module, "convert", damaged)
-    report = roundtrip(FIXTURES / "qwen2_mtp")
+    def wrong(fd: int, data: memoryview | bytes, offset: int) -> None:
+        damaged = bytearray(data)
+        if offset > 400_000:
+            damaged[-1] ^= 128
+        right(fd, damaged, offset)
+
+    monkeypatch.setattr(module, "write_at", wrong)
+    report = roundtrip(FIXTURES / "qwen2_mtp", keep=tmp_path / "kept" if keep else None)
     assert {f.check for f in report.failures} == {"result.identity", "values.bits"}
     assert next(c.status for c in report.checks if c.group == "result") == "failed"
+
+
+def test_identical_shards_are_freed_and_others_left_to_look_at(tmp_path: Path) -> None:
+    source, result = (Path(shutil.copytree(FIXTURES / "glm4_moe", tmp_path / name)) for name in ("source", "result"))
+    same, other = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
+    flip_bit(result / other, (result / other).stat().st_size - 1)
+    damaged = (result / other).read_bytes()
+    hollow = HollowShards(source, Silent())
+    for name in (same, other):
+        hollow(name, result / name)
+    assert hollow.identical == {same}
+    assert (result / other).read_bytes() == damaged
+    assert (result / same).stat().st_size == (source / same).stat().st_size
+    assert not any((result / same).read_bytes()[-100_000:])
+    assert open_checkpoint(result).tensors.keys() == open_checkpoint(source).tensors.keys()
+
+
+def test_a_changed_shard_is_explained_beside_hollow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mtpcheck.layouts.hf_writer as module
+
+    right, done = module.write_at, []
+
+    def wrong(fd: int, data: memoryview | bytes, offset: int) -> None:
+        if len(data) == 64 * 2 and not done:  # the first norm
+            done.append(offset)
+            data = bytes(len(data))
+        right(fd, data, offset)
+
+    monkeypatch.setattr(module, "write_at", wrong)
+    report = roundtrip(FIXTURES / "glm4_moe")
+    checks = [f.check for f in report.failures]
+    assert sorted(checks) == ["result.identity", "values.bits"], report.failures

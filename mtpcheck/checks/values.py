@@ -27,15 +27,17 @@ def compare_stored(
     yield from _compare(reference, candidate, both, progress)
 
 
-def compare_maps(reference: TensorMap, candidate: TensorMap, progress: Progress) -> Iterator[Finding]:
+def compare_maps(
+    reference: TensorMap, candidate: TensorMap, progress: Progress, bits: bool = True
+) -> Iterator[Finding]:
     """Two checkpoints in any two layouts, part by part. A part that one lacks is a finding of its own map,
-    unless it repeats another: then it is looked at here."""
+    unless it repeats another: then it is looked at here. Without ``bits`` dtypes and shapes are compared alone."""
     for having, lacking in ((reference, candidate), (candidate, reference)):
         for part, ref in having.parts.items():
             if part not in lacking.parts and part in having.copies:
                 yield from _lost_copy(having, part, ref)
     both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
-    yield from _compare(reference.parts, candidate.parts, both, progress)
+    yield from _compare(reference.parts, candidate.parts, both, progress, bits)
     for part, ref in candidate.padding.items():
         if part in reference.padding and differs(ref, reference.padding[part]):
             what = "rows beyond the vocabulary differ, which no loader reads"
@@ -83,11 +85,15 @@ def matching(
 
 
 def _compare(
-    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], names: Mapping[str, str], progress: Progress
+    reference: Mapping[str, TensorRef],
+    candidate: Mapping[str, TensorRef],
+    names: Mapping[str, str],
+    progress: Progress,
+    bits: bool = True,
 ) -> Iterator[Finding]:
     findings, pairs = matching(reference, candidate, names)
     yield from findings
-    for key, difference in compare_all(pairs, progress).items():
+    for key, difference in compare_all(pairs if bits else [], progress).items():
         yield _differing(names[key], key, reference[key], candidate[key], difference)
 
 

@@ -63,7 +63,13 @@ def default_form(tensors: Mapping[str, TensorRef]) -> Form:
     return Form(headers, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], progress: Progress) -> None:
+Written = Callable[[str, Path], None]
+"""Called with the name and the path of every shard once it is whole."""
+
+
+def write_shards(
+    folder: Path, form: Form, tensors: Mapping[str, TensorRef], progress: Progress, written: Written | None = None
+) -> None:
     """Write every shard of ``form`` and the index."""
     shards = list(form.headers.items())
     for i in range(0, len(shards), WORKERS):
@@ -75,6 +81,9 @@ def write_shards(folder: Path, form: Form, tensors: Mapping[str, TensorRef], pro
                 queues.append(_jobs(fd, progress, _pieces(8 + len(header), entries, tensors)))
             for _ in in_parallel(in_turn(queues)):  # a file takes one write at a time, so no two workers in one file
                 pass
+        if written is not None:
+            for file, _ in shards[i : i + WORKERS]:
+                written(file, folder / file)
     if form.index is not None:
         (folder / INDEX).write_bytes(form.index)
 
