@@ -19,7 +19,7 @@ from mtpcheck.layouts.torch_dist import _overlap
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import read_tensor_map
 from mtpcheck.verify import verify
-from tests.megatron_edit import edit_metadata
+from tests.megatron_edit import edit_args, edit_metadata
 from tests.test_verify import changed_tensors
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -183,3 +183,51 @@ def test_two_reports_of_one_input_are_alike(tmp_path: Path) -> None:
     source = changed_tensors("glm4_moe", tmp_path, lambda t: t["model.layers.3.eh_proj.weight"].zero_())
     assert as_json(roundtrip(source)) == as_json(roundtrip(source))
     assert as_json(verify(FIXTURES / "glm4_moe", source)) == as_json(verify(FIXTURES / "glm4_moe", source))
+
+
+def test_big_endian_tensors_are_refused(megatron: Path) -> None:
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(64, dtype=torch.bfloat16), buffer)
+    turned = io.BytesIO()
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(turned, "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, b"big" if info.filename.endswith("byteorder") else old.read(info))
+
+    def change(metadata: Any) -> None:
+        metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != NORM}
+        append_item(megatron, metadata, NORM, torch.zeros(64, dtype=torch.bfloat16), (0,))
+        (index,) = (k for k in metadata.storage_data if k.fqn == NORM)
+        info = metadata.storage_data[index]
+        (megatron / info.relative_path).write_bytes(turned.getvalue())
+        object.__setattr__(info, "length", len(turned.getvalue()))
+
+    edit_metadata(megatron, change)
+    with pytest.raises(FormatError, match="big-endian"):
+        verify(FIXTURES / "glm4_moe", megatron)
+
+
+def test_an_export_with_a_copy_of_its_own_fails(megatron: Path, tmp_path: Path) -> None:
+    """Megatron has no such tensor; what stands in its place must repeat what Megatron has."""
+    name = "model.layers.3.embed_tokens.weight"
+    candidate = changed_tensors("glm4_moe", tmp_path, lambda t: t[name].add_(1))
+    assert [(f.check, f.subject) for f in verify(megatron, candidate).failures] == [("presence.copy", name)]
+
+
+def test_a_tensor_of_the_reference_that_nobody_claims_fails(megatron: Path, tmp_path: Path) -> None:
+    source = changed_tensors("glm4_moe", tmp_path, lambda t: t.update(extra=torch.zeros(3)))
+    assert [(f.check, f.subject) for f in verify(source, megatron).failures] == [("presence.unclaimed", "extra")]
+
+
+def test_a_family_whose_facts_do_not_fit_is_refused() -> None:
+    source = FIXTURES / "megatron/core-0.16.1/dense2_tp1/torch_dist"
+    with pytest.raises(MtpcheckError, match="qwen3 has qk_norm True, this checkpoint's arguments say False"):
+        read_tensor_map(open_checkpoint(source), "qwen3")
+
+
+def test_an_argument_that_is_no_number_is_a_sentence(megatron: Path) -> None:
+    edit_args(megatron, num_layers="three")
+    with pytest.raises(FormatError, match="num_layers is 'three', expected a whole number"):
+        read_tensor_map(open_checkpoint(megatron))
