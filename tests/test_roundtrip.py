@@ -14,6 +14,7 @@ from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.checks.files import HollowShards
 from mtpcheck.convert import Options, convert
 from mtpcheck.errors import CheckpointFails, UnsupportedError, UsageError
+from mtpcheck.plan import Plan
 from mtpcheck.progress import Silent
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import read_tensor_map
@@ -257,3 +258,20 @@ def test_a_changed_shard_is_explained_beside_hollow_ones(monkeypatch: pytest.Mon
     report = roundtrip(FIXTURES / "glm4_moe")
     checks = [f.check for f in report.failures]
     assert sorted(checks) == ["result.identity", "values.bits"], report.failures
+
+
+def test_damage_on_the_way_there_is_located_in_megatrons_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mtpcheck.layouts.torch_dist_writer as module
+
+    right, done = module.fill, []
+
+    def wrong(plan: Plan, buffer: memoryview) -> None:
+        right(plan, buffer)
+        if plan.nbytes == 64 * 128 * 2 and not done:
+            done.append(plan)
+            buffer[0] ^= 1
+
+    monkeypatch.setattr(module, "fill", wrong)
+    report = roundtrip(FIXTURES / "glm4_moe")
+    assert {f.check for f in report.failures} == {"values.bits", "result.identity"}
+    assert ".distcp" in next(f.where for f in report.failures if f.check == "values.bits")

@@ -128,3 +128,10 @@ def test_like_is_refused_where_it_means_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no form to lend"):
         convert(sample, tmp_path / "hf", like=sample)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_moved_is_not_stale(tmp_path: Path) -> None:
+    same = changed_tensors("glm4_moe", tmp_path, lambda t: None)
+    report = verify(FIXTURES / "glm4_moe", same, values="changed")
+    assert report.findings == []
+    assert all(" 0 of " in line for line in report.notes)
