@@ -148,7 +148,7 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
 
 def _add_structure(report: Report, a: Side, b: Side) -> None:
     findings = of_group((*a.checkpoint.findings, *b.checkpoint.findings), "structure")
-    report.add("structure", findings, f"{_stored(a.checkpoint)}; {_stored(b.checkpoint)}")
+    report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
 
 
 def _add_declaration(report: Report, a: Side, b: Side) -> None:
@@ -183,8 +183,8 @@ def declaration(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
 
 
 def _stored(checkpoint: Checkpoint) -> str:
-    passed = "".join(f", {count:,} {kind} passed over" for kind, (count, _) in checkpoint.passed_over.items())
-    return f"{len(checkpoint.tensors):,} tensors in {checkpoint.layout}{passed}"
+    passed = ", ".join(f"{count:,} {kind}" for kind, (count, _) in checkpoint.passed_over.items())
+    return f"{len(checkpoint.tensors):,} in {checkpoint.layout}" + (f" ({passed} passed over)" if passed else "")
 
 
 def mtp_part(tensor_map: TensorMap) -> TensorMap:
