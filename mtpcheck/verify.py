@@ -118,27 +118,30 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
 
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
+    left, right, found = _maps(a, b, only_mtp)
+    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress, bits)]
+    return found, left.parts
+
+
+def _maps(a: Side, b: Side, only_mtp: bool) -> tuple[TensorMap, TensorMap, list[Finding]]:
+    """Both maps and what they found missing or unclaimed; with ``only_mtp`` without what belongs to the trunk."""
     left, right = a.tensor_map, b.tensor_map
     found = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
     if only_mtp:
-        left, right = mtp_part(left), mtp_part(right)
         trunk = _trunk_names(a) | _trunk_names(b)
-        found = [f for f in found if f.subject not in trunk]
-    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress, bits)]
-    return found, left.parts
+        return mtp_part(left), mtp_part(right), [f for f in found if f.subject not in trunk]
+    return left, right, found
 
 
 def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_progress: bool) -> None:
     """Everything but the bits must hold; what moved is told component by component."""
     _add_structure(report, a, b)
-    left, right = a.tensor_map, b.tensor_map
-    presence = [*of_group(left.findings, "presence"), *of_group(right.findings, "presence")]
+    left, right, presence = _maps(a, b, only_mtp)
     if b.checkpoint.layout == "hf":
         gone = [part for part in left.copies if part in left.parts and part not in right.parts]
         presence += [failure("presence.copy", left.names[part], "is gone") for part in gone]
     with bar("comparing", left.nbytes, show_progress) as progress:
-        chosen = (mtp_part(left), mtp_part(right)) if only_mtp else (left, right)
-        found, components = compare_changed(*chosen, progress)
+        found, components = compare_changed(left, right, progress)
     report.add("presence", [*presence, *of_group(found, "presence")], _presence(a, left.parts))
     _add_declaration(report, a, b)
     moved = sum(len(component.moved) for component in components.values())

@@ -135,3 +135,13 @@ def test_nothing_moved_is_not_stale(tmp_path: Path) -> None:
     report = verify(FIXTURES / "glm4_moe", same, values="changed")
     assert report.findings == []
     assert all(" 0 of " in line for line in report.notes)
+
+
+def test_only_mtp_of_a_trained_checkpoint_leaves_the_trunk_alone(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        trained("model.", "lm_head")(tensors)
+        del tensors["model.layers.0.mlp.down_proj.weight"]
+
+    after = changed_tensors("glm4_moe", tmp_path, change)
+    assert verify(FIXTURES / "glm4_moe", after, values="changed").verdict == "fails"
+    assert verify(FIXTURES / "glm4_moe", after, values="changed", only_mtp=True).verdict == "holds"

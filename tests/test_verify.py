@@ -342,3 +342,15 @@ def test_structure_of_a_candidate_counts(tmp_path: Path) -> None:
     convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
     for reference in (FIXTURES / "glm4_moe", tmp_path / "megatron"):
         assert ("structure.unindexed", EH) in failures(verify(reference, candidate))
+
+
+def test_a_scaling_that_megatron_has_not_is_named(tmp_path: Path) -> None:
+    """Null is a statement too: Megatron says that nothing is scaled."""
+    convert(FIXTURES / "deepseek_v3_noq", tmp_path / "megatron")
+    assert verify(tmp_path / "megatron", FIXTURES / "deepseek_v3_noq").verdict == "holds"
+    yarn = {"type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 1.0}
+    candidate = changed_config("deepseek_v3_noq", tmp_path, lambda c: c.update(rope_scaling=yarn))
+    assert "rope_scaling.type / rope_type" in {f.subject for f in verify(tmp_path / "megatron", candidate).failures}
+    edit_args(tmp_path / "megatron" / "release", q_lora_rank=512)
+    report = verify(FIXTURES / "deepseek_v3_noq", tmp_path / "megatron")
+    assert "q_lora_rank" in {f.subject for f in report.failures}
