@@ -147,20 +147,13 @@ def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:
 def copy_states(tensor_map: TensorMap) -> dict[str, str]:
     """For every part that may repeat another: absent, equal or own (differs)."""
     states = {}
-    for part, original in tensor_map.copies.items():
-        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(_root(tensor_map, original))
+    for part in tensor_map.copies:
+        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(tensor_map.repeated_by(part))
         if ref is None:
             states[part] = "absent"
         else:
             states[part] = "own" if main is None or differs(ref, main) else "equal"
     return states
-
-
-def _root(tensor_map: TensorMap, part: str) -> str:
-    """What a part repeats in the end: an MTP head repeats the head, which repeats a tied embedding."""
-    while part in tensor_map.copies and part not in tensor_map.parts:
-        part = tensor_map.copies[part]
-    return part
 
 
 def _write_torch_dist(
@@ -269,7 +262,7 @@ def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, T
     refs = dict(tensor_map.parts)
     for part, state in copies.items():
         if state == "equal" and part in tensor_map.copies:
-            refs.setdefault(part, refs[_root(tensor_map, part)])
+            refs.setdefault(part, refs[tensor_map.repeated_by(part)])
     plans = {part: ref.plan for part, ref in refs.items()}
     tensors = {}
     for row in tensor_map.model.rows:

@@ -6,14 +6,14 @@ which Megatron argument, each with an invertible rule, so that both directions d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mtpcheck.data import check_keys
 from mtpcheck.errors import FamilyError, FormatError, UnsupportedError
 from mtpcheck.expr import evaluate
-from mtpcheck.rules import MISSING, RULES, ArgRow
+from mtpcheck.rules import MISSING, RULES, ArgRow, of_layers
 
 _POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab"}
 _COUNTS = {"layers", "ffn", "experts", "expert_ffn", "shared_experts", "dense_layers", "mtp_layers", *_POSITIVE}
@@ -153,8 +153,9 @@ def config_from_facts(
         value = default if value is MISSING and original is None else value
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
         for key in present:
-            if isinstance(value, list) and isinstance(before := lookup(config, key), list):
-                value = value[: len(before)]  # a list of layers may count the MTP layer or not
+            before = lookup(config, key)
+            if isinstance(before, list) and of_layers(before, facts) == of_layers(value, facts):
+                value = before
             unsaid = lookup(config, key) in (None, row.none) and value == default
             if not unsaid and value is not MISSING:
                 store(config, key, value)
@@ -189,9 +190,17 @@ def facts_from_args(
             if found != row.equals:
                 raise UnsupportedError(f"Megatron argument {row.keys[0]} is {found!r}, expected {row.equals!r}")
         else:
-            facts[row.fact] = RULES[row.rule].to_fact(row, found, facts, args)
+            facts[row.fact] = _apply(RULES[row.rule].to_fact, row, found, facts, args)
         _check_count(f"Megatron argument {row.keys[0]}", row.fact, facts)
     return facts
+
+
+def _apply(step: Callable[..., Any], row: ArgRow, value: Any, *known: Mapping[str, Any]) -> Any:
+    """One step of a rule. Values come from untrusted files and may be of any type."""
+    try:
+        return step(row, value, *known)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise UnsupportedError(f"Megatron argument {row.keys[0]} cannot be told from, or as, {value!r}") from None
 
 
 def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +212,7 @@ def args_from_facts(rows: tuple[ArgRow, ...], facts: Mapping[str, Any]) -> dict[
         if row.fact is None:
             value = row.equals
         else:
-            value = RULES[row.rule].to_arg(row, facts.get(row.fact), facts)
+            value = _apply(RULES[row.rule].to_arg, row, facts.get(row.fact), facts)
             if value is None and not RULES[row.rule].says_null:
                 continue
         args.update(dict.fromkeys(row.keys, value))

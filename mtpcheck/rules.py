@@ -91,6 +91,8 @@ def _divided(row: ArgRow, product: Any, facts: Facts, args: Facts) -> Any:
 def _torch_dtype(row: ArgRow, name: Any, facts: Facts) -> Any:
     import torch
 
+    if name and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(name)
     return getattr(torch, name) if name else None
 
 
@@ -101,6 +103,14 @@ def _groups(row: ArgRow, groups: Any, facts: Facts, args: Facts) -> Any:
 
 def _unless_one(row: ArgRow, value: Any, facts: Facts) -> Any:
     return None if facts.get(row.by, 1) == 1 else value
+
+
+def of_layers(value: Any, facts: Facts) -> Any:
+    """A list of one entry a layer in one form: without the MTP layers' entries, and null if all are "full"."""
+    layers, mtp = facts.get("layers"), facts.get("mtp_layers") or 0
+    if not isinstance(value, list) or layers is None or not layers <= len(value) <= layers + mtp:
+        return value
+    return None if all(kind == "full" for kind in value[:layers]) else value[:layers]
 
 
 def _indexer_schedule(types: Any) -> tuple[int, int] | None:

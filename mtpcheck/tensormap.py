@@ -86,6 +86,13 @@ class TensorMap:
         """Parts that repeat another (an MTP layer's embedding, a tied head) → what they repeat."""
         return self.model.copies
 
+    def repeated_by(self, part: str) -> str:
+        """What a copy repeats in the end: an MTP head the head, or, where that is not stored, a tied embedding."""
+        original = self.copies[part]
+        while original in self.copies and original not in self.parts:
+            original = self.copies[original]
+        return original
+
     @property
     def nbytes(self) -> int:
         return sum(ref.nbytes for ref in self.parts.values())

@@ -145,3 +145,36 @@ def test_only_mtp_of_a_trained_checkpoint_leaves_the_trunk_alone(tmp_path: Path)
     after = changed_tensors("glm4_moe", tmp_path, change)
     assert verify(FIXTURES / "glm4_moe", after, values="changed").verdict == "fails"
     assert verify(FIXTURES / "glm4_moe", after, values="changed", only_mtp=True).verdict == "holds"
+
+
+def test_a_layer_full_of_nan_fails(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        for tensor in tensors.values():
+            tensor.mul_(1.01)
+        tensors["mtp.fc.weight"].fill_(float("nan"))
+
+    report = verify(FIXTURES / "qwen3_mtp", changed_tensors("qwen3_mtp", tmp_path, change), values="changed")
+    assert failures(report) == [("values.nonfinite", "mtp.fc.weight")]
+
+
+def test_a_head_that_repeated_a_tied_embedding_must_do_so_still(tmp_path: Path) -> None:
+    """The main head is not stored; what the copy repeats is the embedding."""
+    head = MTP + "shared_head.head.weight"
+
+    def tied(tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        tensors[head] = tensors["model.embed_tokens.weight"].clone()
+
+    def broken(tensors: Tensors) -> None:
+        tied(tensors)
+        tensors[head] *= 3
+
+    checkpoints = []
+    for name, change in (("a", tied), ("b", broken)):
+        (tmp_path / name).mkdir()
+        made = changed_tensors("glm4_moe", tmp_path / name, change)
+        config = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        checkpoints.append(made)
+    report = verify(*checkpoints, values="changed")
+    assert ("presence.copy", head) in failures(report)

@@ -354,3 +354,44 @@ def test_a_scaling_that_megatron_has_not_is_named(tmp_path: Path) -> None:
     edit_args(tmp_path / "megatron" / "release", q_lora_rank=512)
     report = verify(FIXTURES / "deepseek_v3_noq", tmp_path / "megatron")
     assert "q_lora_rank" in {f.subject for f in report.failures}
+
+
+def test_lists_of_layers_are_compared_whole(tmp_path: Path) -> None:
+    convert(FIXTURES / "glm_moe_dsa", tmp_path / "megatron")
+    assert verify(tmp_path / "megatron", FIXTURES / "glm_moe_dsa").verdict == "holds"
+    for number, types in enumerate(([], ["full"], ["full", "full", "full", "shared"])):
+        (tmp_path / str(number)).mkdir()
+        candidate = changed_config("glm_moe_dsa", tmp_path / str(number), lambda c, t=types: c.update(indexer_types=t))
+        assert any("indexer_types" in f.subject for f in verify(tmp_path / "megatron", candidate).failures), types
+
+
+@pytest.mark.parametrize("declared", [["full"] * 5, ["full"] * 4, None])
+def test_an_indexer_in_every_layer_is_said_in_three_ways(declared: list[str] | None, tmp_path: Path) -> None:
+    def everywhere(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.") and ".indexer." in name]:
+            for k in (2, 3):
+                tensors[name.replace("layers.1.", f"layers.{k}.")] = tensors[name].clone()
+
+    source = changed_tensors("glm_moe_dsa", tmp_path, everywhere)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("indexer_types")
+    config |= {"indexer_types": declared} if declared else {}
+    (source / "config.json").write_text(json.dumps(config))
+    assert roundtrip(source).failures == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("moe_shared_expert_intermediate_size", "x"), ("moe_layer_freq", {}), ("mtp_num_layers", "x")],
+)
+def test_an_argument_of_another_type_is_a_finding(argument: str, value: Any, tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    edit_args(tmp_path / "megatron" / "release", **{argument: value})
+    report = verify(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    assert argument in " ".join(f.subject for f in report.failures)
+
+
+def test_a_dtype_that_is_none_is_a_sentence(tmp_path: Path) -> None:
+    source = changed_config("glm4_moe", tmp_path, lambda c: c.update(torch_dtype="auto"))
+    with pytest.raises(UnsupportedError, match="params_dtype cannot be told from, or as, 'auto'"):
+        roundtrip(source)

@@ -67,8 +67,9 @@ def describe(components: Mapping[str, Component]) -> list[str]:
 
 def _copies(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
     """A part that repeated another before must do so still, in every layout that has a place for it."""
-    for part, original in reference.copies.items():
-        ref, main = reference.parts.get(part), reference.parts.get(original)
+    for part in reference.copies:
+        original = candidate.repeated_by(part)
+        ref, main = reference.parts.get(part), reference.parts.get(reference.repeated_by(part))
         own, new_main = candidate.parts.get(part), candidate.parts.get(original)
         if ref is None or own is None or main is None or new_main is None:
             continue
@@ -82,6 +83,10 @@ def _layer(
     trunk = all_of.get("trunk", Component())
     weights = [part for part in layer.parts if len(candidate.parts[part].shape) > 1 and part not in candidate.copies]
     zeros = [part for part in weights if part in layer.moved and is_zero(candidate.parts[part])]
+    broken = [part for part in layer.moved if not _finite(candidate.parts[part]) and _finite(reference.parts[part])]
+    if broken:
+        yield failure("values.nonfinite", candidate.names[broken[0]], f"{len(broken)} tensors of {name} hold NaN or "
+                      "infinity, which the base does not")  # fmt: skip
     if zeros:
         yield failure("values.zero", candidate.names[zeros[0]], f"{len(zeros)} of {len(weights)} matrices of {name} "
                       "are all zero")  # fmt: skip
@@ -95,28 +100,36 @@ def _layer(
                       "have nothing of the base", cause="the layer was not loaded before training")  # fmt: skip
 
 
+def _finite(ref: TensorRef) -> bool:
+    return bool(np.isfinite(_values(ref)).all())
+
+
 def _is_fresh(layer: Component, weights: list[str], reference: TensorMap, candidate: TensorMap) -> bool:
     norms = [part for part in layer.parts if part.endswith("norm")]
-    if not norms or not all(np.all(_values(candidate.parts[part]) == 1) for part in norms):
+    if (
+        not layer.moved
+        or not weights
+        or not norms
+        or not all(np.all(_values(candidate.parts[part]) == 1) for part in norms)
+    ):
         return False
     return not any(_related(reference.parts[part], candidate.parts[part]) for part in weights)
 
 
 def _related(a: TensorRef, b: TensorRef) -> bool:
     """Whether two matrices correlate by more than five standard deviations of independent values."""
-    x, y = _values(a), _values(b)
+    x, y = (np.nan_to_num(_values(ref)).astype(np.float64) for ref in (a, b))
     x, y = x - x.mean(), y - y.mean()
     scale = float(np.sqrt((x * x).sum() * (y * y).sum()))
     return bool(scale) and abs(float((x * y).sum())) / scale > 5 / len(x) ** 0.5
 
 
 def _values(ref: TensorRef) -> Floats:
-    """The first elements as float32, NaN and infinities as zero."""
+    """The first elements as float32."""
     plan = ref.plan.reshape((ref.elements,)).slice(0, 0, min(ref.elements, _SAMPLE))
     raw = read_plan(plan)
     if ref.dtype == "BF16":
         values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
     else:
         values = np.frombuffer(raw, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(ref.dtype, "u1")).astype("<f4")
-    finite: Floats = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    return finite
+    return values

@@ -10,7 +10,7 @@ from mtpcheck.data import configs, load
 from mtpcheck.facts import ConfigRow, lookup
 from mtpcheck.family import Family
 from mtpcheck.report.finding import Finding, failure, note, warning
-from mtpcheck.rules import MISSING, ArgRow
+from mtpcheck.rules import MISSING, ArgRow, of_layers
 from mtpcheck.tensormap import TensorMap
 
 _VOLATILE = {"transformers_version", "_name_or_path", "_commit_hash"}
@@ -60,8 +60,7 @@ def compare_facts(
         if row.fact is None or row.write_only:
             continue
         expected, got = reference.facts.get(row.fact), candidate.facts.get(row.fact)
-        if isinstance(expected, list) and isinstance(got, list):  # a list of layers may count the MTP layer or not
-            expected, got = expected[: len(got)], got[: len(expected)]
+        expected, got = of_layers(expected, reference.facts), of_layers(got, reference.facts)
         # what the reference does not tell (null is told), and Megatron needs only the padded vocabulary size
         unsaid = row.fact not in reference.facts or (got is None and row.fact == "vocab")
         if not unsaid and expected != got:

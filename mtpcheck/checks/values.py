@@ -46,9 +46,7 @@ def compare_maps(
 
 def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
     """A part that one side omits: no loss if it equals what it repeats on the side that has it."""
-    original = having.copies[part]
-    while original in having.copies and original not in having.parts:
-        original = having.copies[original]
+    original = having.repeated_by(part)
     main = having.parts.get(original)
     name = having.names[part]
     if main is None or differs(ref, main):
