@@ -130,36 +130,34 @@ def transformer_config(args: Any, spec: str) -> Any:
     return (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)(**settings)
 
 
+# What an MLA model takes from its config: always, under YaRN, and with sparse attention. `rotary_base` and
+# `rotary_percent` stand here because MLA does not read them from the model's arguments.
+LATENT = [
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_percent",
+    "experimental_attention_variant",
+]
+YARN = [
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+]
+SPARSE = ["dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"]
+
+
 def latent_settings(args: Any) -> dict[str, Any]:
-    settings = {
-        "multi_latent_attention": True,
-        "q_lora_rank": args.q_lora_rank,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_head_dim": args.qk_head_dim,
-        "qk_pos_emb_head_dim": args.qk_pos_emb_head_dim,
-        "v_head_dim": args.v_head_dim,
-        "rope_type": args.rope_type,
-        # MLA takes these from its config, not from the model's arguments.
-        "rotary_base": args.rotary_base,
-        "rotary_percent": args.rotary_percent,
-        "experimental_attention_variant": args.experimental_attention_variant,
-    }
-    if args.rope_type == "yarn":
-        settings |= {
-            "rotary_scaling_factor": args.rotary_scaling_factor,
-            "original_max_position_embeddings": args.original_max_position_embeddings,
-            "beta_fast": args.beta_fast,
-            "beta_slow": args.beta_slow,
-            "mscale": args.mscale,
-            "mscale_all_dim": args.mscale_all_dim,
-        }
-    if args.experimental_attention_variant == "dsa":
-        settings |= {
-            "dsa_indexer_n_heads": args.dsa_indexer_n_heads,
-            "dsa_indexer_head_dim": args.dsa_indexer_head_dim,
-            "dsa_indexer_topk": args.dsa_indexer_topk,
-        }
-    return settings
+    names = LATENT + YARN * (args.rope_type == "yarn") + SPARSE * (args.experimental_attention_variant == "dsa")
+    return {name: getattr(args, name) for name in names}
 
 
 def sparse_layers(args: Any, layers: list[Any]) -> list[Any]:
