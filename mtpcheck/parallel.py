@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
             raise _Cancelled
 
     waiting: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with _frozen(), ThreadPoolExecutor(WORKERS) as pool:
         try:
             for job in jobs:
                 waiting.append(pool.submit(job, alive))
@@ -45,6 +47,19 @@ def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep the garbage collector from walking all plans again and again, which halts every worker."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def batches(pieces: Iterable[tuple[int, T]]) -> Iterator[list[T]]:

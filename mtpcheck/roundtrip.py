@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
@@ -14,7 +16,7 @@ from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import Options, convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
-from mtpcheck.parallel import WORKERS
+from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
@@ -146,5 +148,15 @@ def _workspace(source: Path, workdir: str | Path | None, keep: str | Path | None
         return
     if workdir is not None and not Path(workdir).is_dir():
         raise UsageError(f"{workdir}: no such folder to work in")
-    with tempfile.TemporaryDirectory(prefix="mtpcheck-", dir=workdir) as folder:
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="mtpcheck-", dir=workdir) as name:
+        folder = Path(name)
+        try:
+            yield folder
+        finally:
+            large = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > JOB]
+            list(in_parallel([partial(_empty, path) for path in large]))
+
+
+def _empty(path: Path, alive: Alive) -> None:
+    """Free the disk of a file, open or not. Its pages take as long to free as to compare: work for all workers."""
+    os.truncate(path, 0)

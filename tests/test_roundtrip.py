@@ -234,13 +234,30 @@ def test_identical_shards_are_freed_and_others_left_to_look_at(tmp_path: Path) -
     flip_bit(result / other, (result / other).stat().st_size - 1)
     damaged = (result / other).read_bytes()
     hollow = HollowShards(source, Silent())
-    for name in (same, other):
-        hollow(name, result / name)
+    spare = hollow(same, result / same)
+    assert spare is not None and spare.read_bytes() == (source / same).read_bytes(), "to be written over"
+    assert hollow(other, result / other) is None
     assert hollow.identical == {same}
     assert (result / other).read_bytes() == damaged
     assert (result / same).stat().st_size == (source / same).stat().st_size
     assert not any((result / same).read_bytes()[-100_000:])
     assert open_checkpoint(result).tensors.keys() == open_checkpoint(source).tensors.keys()
+
+
+def test_a_freed_shard_gives_its_file_to_a_later_one(tmp_path: Path) -> None:
+    source, there = FIXTURES / "glm4_moe", tmp_path / "there"
+    convert(source, there)
+    hollow, files, whole = HollowShards(source, Silent()), set(), {}
+
+    def written(file: str, path: Path) -> Path | None:
+        files.add(path.stat().st_ino)
+        whole[file] = path.read_bytes()
+        return hollow(file, path)
+
+    convert(there, tmp_path / "back", written=written)
+    assert whole == {path.name: path.read_bytes() for path in source.glob("*.safetensors")}
+    assert len(files) == 2 < len(whole)
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {path.name for path in source.iterdir()}
 
 
 def test_a_changed_shard_is_explained_beside_hollow_ones(monkeypatch: pytest.MonkeyPatch) -> None:

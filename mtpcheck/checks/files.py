@@ -31,17 +31,22 @@ class HollowShards:
         self.source, self.progress = source, progress
         self.identical: set[str] = set()
 
-    def __call__(self, file: str, path: Path) -> None:
+    def __call__(self, file: str, path: Path) -> Path | None:
         original = self.source / file
         size = path.stat().st_size
         if not original.is_file() or original.stat().st_size != size:
-            return
-        if not compare_all([(file, _whole(original), _whole(path))], self.progress):
-            self.identical.add(file)
-            with path.open("rb") as shard:
-                header = 8 + int.from_bytes(shard.read(8), "little")
-            os.truncate(path, header)
-            os.truncate(path, size)
+            return None
+        if compare_all([(file, _whole(original), _whole(path))], self.progress):
+            return None
+        self.identical.add(file)
+        with path.open("rb") as shard:
+            length = int.from_bytes(shard.read(8), "little")
+            header = length.to_bytes(8, "little") + shard.read(length)
+        spare = path.with_name(f".{path.name}.spare")
+        path.rename(spare)
+        path.write_bytes(header)
+        os.truncate(path, size)
+        return spare
 
 
 def compare_files(

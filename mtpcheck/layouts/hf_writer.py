@@ -63,8 +63,9 @@ def default_form(tensors: Mapping[str, TensorRef]) -> Form:
     return Form(headers, (json.dumps(index, indent=2) + "\n").encode())
 
 
-Written = Callable[[str, Path], None]
-"""Called with the name and the path of every shard once it is whole."""
+Written = Callable[[str, Path], Path | None]
+"""Called with the name and the path of every shard once it is whole. What it returns is written over: a file in the
+same folder that nobody needs any more, whose pages and blocks another shard can have."""
 
 
 def write_shards(
@@ -72,28 +73,35 @@ def write_shards(
 ) -> None:
     """Write every shard of ``form`` and the index."""
     shards = list(form.headers.items())
+    spare: list[Path] = []
     for i in range(0, len(shards), WORKERS):
         with ExitStack() as files:
             queues = []
             for file, header in shards[i : i + WORKERS]:
                 entries = header_entries(header)
-                fd = files.enter_context(_new_file(folder / file, header))
+                size = 8 + len(header) + sum(tensors[name].nbytes for name in entries)
+                fd = files.enter_context(_new_file(folder / file, header, size, spare.pop() if spare else None))
                 queues.append(_jobs(fd, progress, _pieces(8 + len(header), entries, tensors)))
             for _ in in_parallel(in_turn(queues)):  # a file takes one write at a time, so no two workers in one file
                 pass
         if written is not None:
             for file, _ in shards[i : i + WORKERS]:
-                written(file, folder / file)
+                spare += filter(None, [written(file, folder / file)])
+    for path in spare:
+        path.unlink()
     if form.index is not None:
         (folder / INDEX).write_bytes(form.index)
 
 
 @contextmanager
-def _new_file(path: Path, header: bytes) -> Iterator[int]:
+def _new_file(path: Path, header: bytes, size: int, spare: Path | None) -> Iterator[int]:
     """A new shard, open for writing, that holds its header. Space is not reserved: it halves the speed here."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    fd = os.open(spare or path, os.O_WRONLY | (0 if spare else os.O_CREAT | os.O_EXCL), 0o644)
     try:
+        if spare:
+            spare.rename(path)
+            os.ftruncate(fd, size)
         write_at(fd, len(header).to_bytes(8, "little") + header, 0)
         yield fd
     finally:

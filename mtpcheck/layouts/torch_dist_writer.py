@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from zlib_ng.zlib_ng import crc32
 
 from mtpcheck.box import Shape
 from mtpcheck.dialect import ExtraState, Spec
@@ -144,7 +144,7 @@ def _write_tensor(plan: Plan, dtype: str, shape: Shape, progress: Progress, fd: 
         alive()
         slab = scratch(part.nbytes, "slab")
         fill(part, slab.data)
-        crc = zlib.crc32(slab.data, crc)
+        crc = crc32(slab.data, crc)
         write_at(fd, slab.data, payload + at)
         progress.advance(part.nbytes)
     head, tail = archive(pickled, plan.nbytes, crc)
