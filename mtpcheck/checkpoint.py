@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtpcheck.dialect import load_dialect
-from mtpcheck.errors import FormatError, UnsupportedError, UsageError
+from mtpcheck.errors import FormatError, UsageError
 from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
+from mtpcheck.layouts.torch_ranks import RankFolder, is_torch, read_torch
 from mtpcheck.manifest import Manifest, read_manifest
 from mtpcheck.report.finding import Finding
 from mtpcheck.tensormap import TensorRef
 
-Layout = Literal["hf", "torch_dist"]
+Layout = Literal["hf", "torch_dist", "torch"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Checkpoint:
     args: Mapping[str, Any] | None = None
     """Training arguments (Megatron); None if the checkpoint stores none."""
     hf: HfFolder | None = None
+    ranks: RankFolder | None = None
+    """The files of every rank (``torch``)."""
     manifest: Manifest | None = None
     passed_over: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
@@ -42,18 +45,18 @@ class Checkpoint:
         return sum(ref.nbytes for ref in self.tensors.values())
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoint:
     """Open a folder in any layout: an HF folder, a Megatron root, or an iteration folder.
 
-    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted, UnsupportedError for
-    layouts that are known but not readable yet.
+    ``iteration`` chooses one of a Megatron root; by default it is the one that the tracker file names.
+    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted.
     """
     path = Path(path)
     if not path.exists():
         raise UsageError(f"{path}: no such folder")
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; name the checkpoint's folder")
-    folder = _iteration_folder(path)
+    folder = _iteration_folder(path, iteration)
     if is_torch_dist(folder):
         found = read_torch_dist(folder, load_dialect().prefixes)
         return Checkpoint(
@@ -63,14 +66,23 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if is_hf(folder):
         hf = read_hf(folder)
         return Checkpoint(path, folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
-    if any(folder.glob("mp_rank_*")):
-        raise UnsupportedError(f"{folder}: per-rank Megatron files (mp_rank_*) cannot be read yet; save as torch_dist")
+    if is_torch(folder):
+        ranks = read_torch(folder, load_dialect())
+        return Checkpoint(
+            path, folder, "torch", ranks.tensors, args=ranks.ranks.args and dict(ranks.ranks.args), ranks=ranks,
+            passed_over=ranks.passed_over, findings=tuple(ranks.findings), manifest=read_manifest(folder),
+        )  # fmt: skip
     what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
     raise FormatError(f"{folder}: not a checkpoint: {what}")
 
 
-def _iteration_folder(path: Path) -> Path:
-    """Follow Megatron's tracker file from a root to its newest iteration."""
+def _iteration_folder(path: Path, iteration: int | None) -> Path:
+    """Follow Megatron's tracker file from a root to its newest iteration, or go to the one asked for."""
+    if iteration is not None and not is_hf(path):
+        if (folder := path / f"iter_{iteration:07d}").is_dir():
+            return folder
+        have = ", ".join(sorted(p.name for p in path.glob("iter_*"))) or "none"
+        raise UsageError(f"{path}: has no iteration {iteration} (there: {have})")
     tracker = path / TRACKER
     if not tracker.is_file():
         return path

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -28,6 +28,7 @@ from mtpcheck.errors import COULD_NOT_JUDGE, FAILS, HOLDS, CheckpointFails, Mtpc
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mtpcheck.megatron import Options
     from mtpcheck.report.report import Report
 
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -46,6 +47,18 @@ app = typer.Typer(
 class Layout(StrEnum):
     hf = "hf"
     torch_dist = "torch_dist"
+    torch = "torch"
+
+
+class MegatronLayout(StrEnum):
+    torch_dist = "torch_dist"
+    torch = "torch"
+
+
+class Experts(StrEnum):
+    grouped = "grouped"
+    sequential = "sequential"
+    legacy = "legacy"
 
 
 class Spec(StrEnum):
@@ -72,6 +85,27 @@ Family = Annotated[str | None, typer.Option(help="Model family, if it cannot be 
 SpecOption = Annotated[Spec, typer.Option(help="Megatron layer spec to write for.")]
 Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")]
 McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]
+_RANKS = "Ranks (--to torch, --via torch)"
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.", rich_help_panel=_RANKS)]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.", rich_help_panel=_RANKS)]
+Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages of a pipeline rank.", rich_help_panel=_RANKS)]
+Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.", rich_help_panel=_RANKS)]
+Etp = Annotated[
+    int | None, typer.Option("--etp", min=1, help="Expert tensor parallel size; by default TP.", rich_help_panel=_RANKS)
+]
+First = Annotated[
+    int | None, typer.Option("--first-layers", min=0, help="Decoder layers of the first rank.", rich_help_panel=_RANKS)
+]
+Last = Annotated[
+    int | None, typer.Option("--last-layers", min=0, help="Decoder layers of the last rank.", rich_help_panel=_RANKS)
+]
+PipelineLayout = Annotated[
+    str, typer.Option(metavar="Et*3|..|m|L", help="Megatron's pipeline layout.", rich_help_panel=_RANKS)
+]
+ExpertForm = Annotated[
+    Experts | None, typer.Option(help="How modules keep experts; by default as the spec.", rich_help_panel=_RANKS)
+]
+Iteration = Annotated[int | None, typer.Option(min=0, help="Take this iteration of a Megatron root.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 Reports = Annotated[
     list[str] | None,
@@ -94,14 +128,14 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def inspect(ckpt: Source, family: Family = None, as_json: Json = False) -> int:
+def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as_json: Json = False) -> int:
     """What is declared, what is stored, from headers alone."""
     from mtpcheck.inspect import inspect as run
     from mtpcheck.report import machine
     from mtpcheck.report.inspection import render
 
     try:
-        found = run(ckpt, family)
+        found = run(ckpt, family, iteration)
     except Exception as error:
         if as_json:
             typer.echo(machine.error_json("inspect", [str(ckpt)], _sentence(error)))
@@ -123,6 +157,7 @@ def verify(
         Values, typer.Option(help="exact: bit for bit. changed: trained on, tell what moved.")
     ] = Values.exact,
     only: Annotated[Only | None, typer.Option(help="Compare MTP layers alone.")] = None,
+    iteration: Iteration = None,
     as_json: Json = False,
     report: Reports = None,
     quiet: Quiet = False,
@@ -136,7 +171,7 @@ def verify(
 
     def judge() -> Report:
         show = _show_progress(as_json, quiet)
-        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show)
+        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration)
 
     return _judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
@@ -151,6 +186,17 @@ def roundtrip(
     workdir: Annotated[Path | None, typer.Option(help="Folder for what is made in between.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Keep both results in this new folder.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Prove it from headers; read and write no weights.")] = False,
+    via: Annotated[MegatronLayout | None, typer.Option(help="Layout in between; by default torch_dist.")] = None,
+    iteration: Iteration = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    first_layers: First = None,
+    last_layers: Last = None,
+    pipeline_layout: PipelineLayout = "",
+    experts: ExpertForm = None,
     as_json: Json = False,
     report: Reports = None,
     quiet: Quiet = False,
@@ -163,15 +209,18 @@ def roundtrip(
 
     Example: mtpcheck roundtrip ./GLM-4.5-Air --keep /big/disk/check
     """
-    from mtpcheck.convert import Options
     from mtpcheck.proof import prove
     from mtpcheck.roundtrip import roundtrip as run
 
+    ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
+    middle: Literal["torch_dist", "torch"] | None = via.value if via else None
+
     def judge() -> Report:
-        options = Options(spec.value, vocab_multiple, mcore.value)
+        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle)
         if plan:
-            return prove(ckpt, family, options, workdir, allow_no_mtp)
-        return run(ckpt, family, options, workdir, keep, allow_no_mtp, _show_progress(as_json, quiet))
+            return prove(ckpt, family, options, workdir, allow_no_mtp, middle, iteration)
+        show = _show_progress(as_json, quiet)
+        return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration)
 
     return _judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
@@ -186,24 +235,48 @@ def convert(
     vocab_multiple: Multiple = 128,
     mcore: McoreOption = Mcore.core_0_16,
     like: Annotated[Path | None, typer.Option(help="Give an export the form of this checkpoint.")] = None,
+    iteration: Iteration = None,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    first_layers: First = None,
+    last_layers: Last = None,
+    pipeline_layout: PipelineLayout = "",
+    experts: ExpertForm = None,
     quiet: Quiet = False,
 ) -> int:
     """One direction. DST appears whole or not at all."""
     from mtpcheck.checkpoint import open_checkpoint
-    from mtpcheck.convert import Options
     from mtpcheck.convert import convert as run
     from mtpcheck.progress import bar
     from mtpcheck.report.inspection import render_converted
 
-    total = open_checkpoint(src).nbytes
-    options = Options(spec.value, vocab_multiple, mcore.value)
+    ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
+    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None)
+    total = open_checkpoint(src, iteration).nbytes
     with bar("converting", total, not quiet) as progress:
-        converted = run(src, dst, to.value if to else None, family, options, like, progress)
+        converted = run(src, dst, to.value if to else None, family, options, like, progress, iteration=iteration)
     if not quiet:
         render_converted(converted, _console())
     elif converted.exit_code != HOLDS:
         _complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
     return converted.exit_code
+
+
+def _options(
+    spec: Spec, multiple: int, mcore: Mcore, ranks: tuple[Any, ...], experts: Experts | None, layout: str | None
+) -> Options:
+    """Options from flags. Raises UsageError for flags that a layout without ranks would ignore."""
+    from mtpcheck.megatron import Options
+    from mtpcheck.topology import Topology
+
+    tp, pp, vpp, ep, etp, first, last, pipeline = ranks
+    topology = Topology(tp, pp, vpp, ep, tp if etp is None else etp, first, last, pipeline)
+    if layout != "torch" and (topology != Topology() or experts):
+        raise UsageError("--tp, --pp, --experts and the like tell how to write rank files: add --to or --via torch")
+    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None)
 
 
 # ---- what every judging command shares

@@ -11,32 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
-from mtpcheck.compare import differs, is_zero
-from mtpcheck.dialect import KeyForm, Mcore, Spec, load_dialect
+from mtpcheck.checks.topology import check_ranks
+from mtpcheck.compare import is_zero
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
-from mtpcheck.facts import args_from_facts, config_from_facts
+from mtpcheck.facts import config_from_facts
 from mtpcheck.family import load_family
 from mtpcheck.layouts.hf import INDEX, read_hf
-from mtpcheck.layouts.torch_dist import TRACKER
-from mtpcheck.manifest import FOLDER, Manifest, write_manifest
+from mtpcheck.manifest import Manifest
+from mtpcheck.megatron import Options, copy_states, dealer, write_megatron
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, Severity, failure, note, warning
-from mtpcheck.rows import Row, factored
+from mtpcheck.rows import factored
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
 
 if TYPE_CHECKING:
     from mtpcheck.layouts.hf_writer import Written
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to write Megatron files."""
-
-    spec: Spec = "te"
-    vocab_multiple: int = 128
-    mcore: Mcore = "0.16"
 
 
 @dataclass(frozen=True)
@@ -58,6 +49,7 @@ class Converted:
 
 
 def other_layout(layout: Layout) -> Layout:
+    """The layout on the other side, where none is asked for."""
     return "torch_dist" if layout == "hf" else "hf"
 
 
@@ -70,18 +62,20 @@ def convert(
     like: str | Path | None = None,
     progress: Progress | None = None,
     written: Written | None = None,
+    iteration: int | None = None,
 ) -> Converted:
     """Convert ``source`` into the new folder ``target``; by default into the other layout.
 
     ``like`` lends an export the form of another checkpoint (an HF folder, or a Megatron folder that we made): shard
     files, and config keys that Megatron has no word for. Never a weight, never the MTP declaration. ``written`` is
-    called for every HF shard once it is whole, and may free its disk.
+    called for every HF shard once it is whole, and may free its disk. ``iteration`` chooses one of a Megatron root.
     ``target`` appears whole or not at all. Raises CheckpointFails if the source lacks tensors or holds some that
     nobody claims, UnsupportedError if the target cannot hold it exactly, UsageError for the paths.
     """
     target = Path(target)
     check_target(Path(source), target)
-    opened = open_checkpoint(source)
+    options = options or Options()
+    opened = open_checkpoint(source, iteration)
     to = to or other_layout(opened.layout)
     if opened.layout == to == "hf":
         raise UsageError(f"{source} is an HF checkpoint already")
@@ -90,12 +84,14 @@ def convert(
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
-    check_space(target.parent, tensor_map.nbytes if written is None else 0)
+    needed = dealer(tensor_map, options).nbytes if to == "torch" else tensor_map.nbytes
+    check_space(target.parent, needed if written is None else 0)
     with new_folder(target) as folder:
         if to == "hf":
             findings = _write_hf(opened, tensor_map, folder, progress or Silent(), written)
         else:
-            findings = _write_torch_dist(opened, tensor_map, folder, options or Options(), progress or Silent())
+            findings = write_megatron(opened, tensor_map, folder, to, options, progress or Silent())
+            findings += padding_findings(tensor_map, options.padded_vocab(tensor_map.facts["vocab"], to))
     counts = check_count(tensor_map, str(source))
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
 
@@ -126,8 +122,9 @@ def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
         )
     blocking = tuple(
         f for f in tensor_map.findings
-        if f.severity is Severity.FAILURE and f.check.split(".")[0] in ("presence", "structure")
+        if f.severity is Severity.FAILURE and f.check.split(".")[0] in ("presence", "structure", "topology")
     )  # fmt: skip
+    blocking = blocking or tuple(check_ranks(source))
     if blocking:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""
@@ -141,84 +138,16 @@ def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:
         raise CheckpointFails(f"{source.path}: {findings[0].message}; nothing was written", findings)
 
 
-# ---- Hugging Face → Megatron
-
-
-def copy_states(tensor_map: TensorMap) -> dict[str, str]:
-    """For every part that may repeat another: absent, equal or own (differs)."""
-    states = {}
-    for part in tensor_map.copies:
-        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(tensor_map.repeated_by(part))
-        if ref is None:
-            states[part] = "absent"
-        else:
-            states[part] = "own" if main is None or differs(ref, main) else "equal"
-    return states
-
-
-def _write_torch_dist(
-    source: Checkpoint, tensor_map: TensorMap, folder: Path, options: Options, progress: Progress
-) -> list[Finding]:
-    from mtpcheck.layouts.torch_dist_writer import StoredChunks, write_torch_dist
-
-    states = copy_states(tensor_map)
-    own = [tensor_map.names[part] for part, state in states.items() if state == "own"]
-    if own:
-        raise UnsupportedError(
-            f"{source.path}: {', '.join(own)} differ from what they repeat, and Megatron has no place for them"
-        )
-    padded = -(-tensor_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
-    dialect = load_dialect()
-    spelling = dialect.rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore))
-    shapes = tensor_map.model.shapes
-    plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
-    tensors = []
-    for row in spelling.rows:
-        dtype = one_dtype(row, tensor_map)
-        tensors.append(StoredChunks(row.name, dtype, row.shape(shapes), row.stack, row.chunks(plans, shapes)))
-    args = {
-        **dialect.constants,
-        **args_from_facts(dialect.args, tensor_map.facts),
-        "padded_vocab_size": padded,
-        "make_vocab_size_divisible_by": options.vocab_multiple,
-        "transformer_impl": "transformer_engine" if options.spec == "te" else "local",
-        "moe_grouped_gemm": options.spec == "te" and bool(tensor_map.facts["experts"]),
-        "bf16": tensor_map.facts.get("dtype") == "bfloat16",
-        "fp16": tensor_map.facts.get("dtype") == "float16",
-    }
-    release = folder / "release"
-    release.mkdir()
-    write_torch_dist(release, tensors, spelling.extras, args, options.spec, options.mcore, progress)
-    if source.hf is not None:
-        write_manifest(release, source.folder, source.hf, tensor_map.family, states)
-    elif source.manifest is not None:
-        shutil.copytree(source.manifest.root.parent, release / FOLDER)
-    (folder / TRACKER).write_text("release")
-    return padding_findings(tensor_map)
-
-
-def one_dtype(row: Row, tensor_map: TensorMap) -> str:
-    """The dtype that the parts of a row share. Raises UnsupportedError if they do not."""
-    dtypes = {tensor_map.parts[part].dtype for part in row.parts}
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            f"{row.name} joins tensors of different dtypes ({', '.join(sorted(dtypes))}), such as "
-            f"{tensor_map.names[row.parts[0]]}; Megatron keeps one"
-        )
-    return dtypes.pop()
-
-
-def padding_findings(tensor_map: TensorMap) -> list[Finding]:
-    """Vocabulary rows beyond the true size that hold anything but zeros: no HF checkpoint can keep them."""
-    return [
-        warning(
-            "values.padding", tensor_map.names[part],
-            f"{ref.shape[0]} rows beyond the vocabulary of {factored(tensor_map.model.shapes[part])[0]} "
-            "are not zero; an HF checkpoint has no place for them",
-        )
-        for part, ref in tensor_map.padding.items()
-        if not is_zero(ref)
-    ]  # fmt: skip
+def padding_findings(tensor_map: TensorMap, room: int) -> list[Finding]:
+    """Vocabulary rows beyond the true size that hold anything but zeros, where the target has ``room`` for fewer."""
+    findings = []
+    for part, ref in tensor_map.padding.items():
+        true = factored(tensor_map.model.shapes[part])[0]
+        lost = ref.plan.slice(0, min(max(0, room - true), ref.shape[0]), ref.shape[0])
+        if not is_zero(TensorRef(ref.dtype, lost)):
+            what = f"{lost.shape[0]} rows beyond the vocabulary of {true} are not zero; there is no place for them"
+            findings.append(warning("values.padding", tensor_map.names[part], what))
+    return findings
 
 
 # ---- Megatron → Hugging Face
@@ -254,7 +183,7 @@ def _write_hf(
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
-    return findings + padding_findings(tensor_map)
+    return findings + padding_findings(tensor_map, 0)
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:

@@ -17,78 +17,11 @@ from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
 from mtpcheck.facts import arg_rows, holds
 from mtpcheck.family import Model, family_names, load_family, specimens
+from mtpcheck.roles import Address, Experts, Role, Spec, role
 from mtpcheck.rows import Row, prove_invertible
 from mtpcheck.rules import ArgRow
 
-Spec = Literal["te", "local"]
 Mcore = Literal["0.16", "0.19"]
-_ROLE_KEYS = {
-    "name",
-    "also",
-    "part",
-    "join",
-    "axis",
-    "halves",
-    "stack",
-    "each",
-    "beside",
-    "when",
-    "pad",
-    "shard",
-    "extra",
-}
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one Megatron tensor does, and its spellings below a layer."""
-
-    names: Mapping[Spec, str]
-    also: tuple[str, ...]
-    parts: tuple[str, ...]
-    axis: int
-    halves: bool
-    counter: str
-    """The stacked counter (``e``) and, in ``count``, the fact that gives its length."""
-    count: str
-    each: str
-    beside: tuple[str, ...]
-    when: str
-    pad: bool
-    shard: int | None
-    extra: frozenset[str]
-
-    def spellings(self, spec: Spec) -> list[str]:
-        """Names to look for, the one to write first."""
-        return list(dict.fromkeys([self.names[spec], *self.names.values(), *self.also]))
-
-    def templates(self, counter: int | None = None) -> list[str]:
-        return [expand(part, {self.counter: counter}) if self.counter else part for part in self.parts]
-
-    def fits(self, parts: Collection[str], facts: Mapping[str, Any]) -> bool:
-        """Whether a layer with these parts has this role."""
-        return holds(self.when, facts) and all(part in parts for part in self.beside) and self.templates(0)[0] in parts
-
-
-def _role(what: str, entry: dict[str, Any]) -> Role:
-    check_keys(what, entry, _ROLE_KEYS)
-    name = entry["name"]
-    stack = entry.get("stack", {})
-    return Role(
-        names=name if isinstance(name, dict) else {"te": name, "local": name},
-        also=tuple(entry.get("also", ())),
-        parts=tuple(entry.get("join") or [entry["part"]]),
-        axis=entry.get("axis", 0),
-        halves=entry.get("halves", False),
-        counter=next(iter(stack), ""),
-        count=next(iter(stack.values()), ""),
-        each=entry.get("each", ""),
-        beside=tuple(entry.get("beside", ())),
-        when=entry.get("when", ""),
-        pad="pad" in entry,
-        shard=entry.get("shard"),
-        extra=frozenset(entry.get("extra", ())),
-    )
 
 
 @dataclass(frozen=True)
@@ -110,11 +43,13 @@ class Spelling:
 @dataclass(frozen=True)
 class KeyForm:
     """Which form of each key: that of an existing checkpoint with these ``stored`` keys, or, without them, the one
-    that megatron-core ``mcore`` with layer spec ``spec`` writes."""
+    that megatron-core ``mcore`` with layer spec ``spec`` writes: into torch_dist, or, with ``experts``, into the
+    files of ranks, as its modules spell them."""
 
     spec: Spec = "te"
     mcore: Mcore = "0.16"
     stored: Collection[str] = ()
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +59,7 @@ class Dialect:
     decoder: str
     mtp: str
     inner: tuple[str, ...]
+    inner_in_memory: Mapping[Mcore, str]
     outside: tuple[Role, ...]
     own: tuple[Role, ...]
     layer: tuple[Role, ...]
@@ -136,62 +72,63 @@ class Dialect:
         """Facts that Megatron has a word for."""
         return frozenset(row.fact for row in self.args if row.fact)
 
+    # ---- model → names
+
     def rows(self, model: Model, padded_vocab: int, form: KeyForm) -> Spelling:
         """Rows for every part of ``model`` that Megatron has a place for (copies have none)."""
         spelling = Spelling()
         parts = {p for p in model.layers.get("", []) if p not in model.copies}
-        for role in self.outside:
-            if role.fits(parts, model.facts):
-                pad = padded_vocab if role.pad else None
-                names = role.spellings(form.spec)
+        for entry in self.outside:
+            if entry.fits(parts, model.facts):
+                pad = padded_vocab if entry.pad else None
+                names = entry.spellings(form.spec)
                 name = next((n for n in names if n in form.stored), names[0])
-                spelling.rows.append(Row(name, role.parts, role.axis, pad=pad, origin=self._origin(role)))
-                self._extra(spelling, role, form, name, ())
+                spelling.rows.append(Row(name, entry.parts, entry.axis, pad=pad, origin=self._origin(entry)))
+                self._extra(spelling, entry, form, name, ())
         self._decoder_rows(spelling, model, form)
         for layer in (name for name in model.layers if name.startswith("mtp.")):
             self._mtp_rows(spelling, model, layer, form)
         return spelling
 
-    def _origin(self, role: Role) -> str:
-        return f"dialects/{self.name}.yaml: {role.names['te']}"
+    def _origin(self, entry: Role) -> str:
+        return f"dialects/{self.name}.yaml: {entry.names['te']}"
 
     def _decoder_rows(self, spelling: Spelling, model: Model, form: KeyForm) -> None:
         layers = [name for name in model.layers if name.startswith("layers.")]
         # transformer_block.py: one key with a layer axis, unless the layers differ (moe_layer_freq is a list)
         stacked = not model.facts["experts"]
-        for role in self.layer:
-            having = [layer for layer in layers if role.fits(model.layers[layer], model.facts)]
+        for entry in self.layer:
+            having = [layer for layer in layers if entry.fits(model.layers[layer], model.facts)]
             if not having:
                 continue
-            together = [(self.decoder, having)] if len(having) == len(layers) else []
+            together = [(self.decoder, having)] if len(having) == len(layers) and form.experts is None else []
             apart = [(f"{self.decoder}.{layer.removeprefix('layers.')}", [layer]) for layer in having]
             orders = [together, apart] if stacked else [apart, together]
             chosen = [places for places in orders if places]
-            places = next((p for p in chosen if self._present(role, p[0][0], form)), chosen[0])
+            places = next((p for p in chosen if self._present(entry, p[0][0], form)), chosen[0])
             for prefix, members in places:
                 stack = (len(members),) if prefix == self.decoder else ()
-                self._role_rows(spelling, model, role, prefix, members, stack, form)
+                self._role_rows(spelling, model, entry, prefix, members, stack, form)
 
     def _mtp_rows(self, spelling: Spelling, model: Model, layer: str, form: KeyForm) -> None:
         prefix = f"{self.mtp}.{layer.removeprefix('mtp.')}"
-        for role in self.own:
-            if role.fits(model.layers[layer], model.facts):
-                self._role_rows(spelling, model, role, prefix, [layer], (), form)
-        inner = next(
-            (i for i in self.inner if any(k.startswith(f"{prefix}.{i}.") for k in form.stored)),
-            self.inner[0],
-        )
-        for role in self.layer:
-            if role.fits(model.layers[layer], model.facts):
-                self._role_rows(spelling, model, role, f"{prefix}.{inner}", [layer], (), form)
-        for entry in self.bare_extra:
-            if form.spec in entry["extra"] and form.mcore in entry["mcore"] and holds(entry["when"], model.facts):
-                spelling.extras.append(ExtraState(f"{prefix}.{inner}.{entry['module']}", ()))
+        for entry in self.own:
+            if entry.fits(model.layers[layer], model.facts):
+                self._role_rows(spelling, model, entry, prefix, [layer], (), form)
+        first = self.inner[0] if form.experts is None else self.inner_in_memory[form.mcore]
+        inner = next((i for i in self.inner if any(k.startswith(f"{prefix}.{i}.") for k in form.stored)), first)
+        for entry in self.layer:
+            if entry.fits(model.layers[layer], model.facts):
+                self._role_rows(spelling, model, entry, f"{prefix}.{inner}", [layer], (), form)
+        for bare in self.bare_extra:
+            if form.spec in bare["extra"] and form.mcore in bare["mcore"] and holds(bare["when"], model.facts):
+                spelling.extras.append(ExtraState(f"{prefix}.{inner}.{bare['module']}", ()))
 
-    def _present(self, role: Role, prefix: str, form: KeyForm) -> bool:
+    def _present(self, entry: Role, prefix: str, form: KeyForm) -> bool:
+        apart = [expand(template, {entry.counter: 0}) for template in entry.each.values()]
         return any(
             f"{prefix}.{name}{suffix}" in form.stored
-            for name in (*role.spellings(form.spec), *([expand(role.each, {role.counter: 0})] if role.each else []))
+            for name in (*entry.spellings(form.spec), *apart)
             for suffix in ("", "_w", "_v")
         )
 
@@ -199,33 +136,45 @@ class Dialect:
         self,
         spelling: Spelling,
         model: Model,
-        role: Role,
+        entry: Role,
         prefix: str,
         members: list[str],
         stack: tuple[int, ...],
         form: KeyForm,
     ) -> None:
         """Rows of one role for ``members`` (one layer, or all that share a stacked tensor)."""
-        counters: list[int | None] = list(range(model.facts[role.count])) if role.counter else [None]
-        names = [f"{prefix}.{name}" for name in role.spellings(form.spec)]
-        single = f"{prefix}.{role.each}" if role.each else ""
-        if single and not any(n in form.stored or n + "_w" in form.stored for n in names):
-            first = expand(single, {role.counter: 0})
-            if first in form.stored or first + "_w" in form.stored:
-                for e in counters:
-                    name = expand(single, {role.counter: e})
-                    parts = [f"{m}.{p}" for m in members for p in role.templates(e)]
-                    self._add(spelling, role, [name], parts, stack, form)
-                return
-        parts = [f"{m}.{p}" for m in members for e in counters for p in role.templates(e)]
-        full = (*stack, *((len(counters),) if role.counter else ()))
-        name = self._add(spelling, role, names, parts, full, form)
-        self._extra(spelling, role, form, name, full)
+        counters: list[int | None] = list(range(model.facts[entry.count])) if entry.counter else [None]
+        if template := self._apart(entry, prefix, form):
+            for e in counters:
+                parts = [f"{m}.{p}" for m in members for p in entry.templates(e)]
+                self._add(spelling, entry, [f"{prefix}.{expand(template, {entry.counter: e})}"], parts, stack, form)
+            return
+        names = [f"{prefix}.{name}" for name in self._spellings(entry, form)]
+        parts = [f"{m}.{p}" for m in members for e in counters for p in entry.templates(e)]
+        full = (*stack, *((len(counters),) if entry.counter else ()))
+        name = self._add(spelling, entry, names, parts, full, form)
+        self._extra(spelling, entry, form, name, full)
+
+    def _apart(self, entry: Role, prefix: str, form: KeyForm) -> str:
+        """How one expert is spelled where each has a tensor of its own; empty where all share one."""
+        if form.experts is not None and not form.stored:
+            return entry.each.get(form.experts, "")
+        if any(f"{prefix}.{n}{suffix}" in form.stored for n in entry.spellings(form.spec) for suffix in ("", "_w")):
+            return ""
+        names = {f"{prefix}.{expand(template, {entry.counter: 0})}": template for template in entry.each.values()}
+        return next((t for n, t in names.items() if n in form.stored or n + "_w" in form.stored), "")
+
+    def _spellings(self, entry: Role, form: KeyForm) -> list[str]:
+        if form.experts is None:
+            return entry.spellings(form.spec)
+        if form.experts == "legacy" and entry.legacy:
+            return [entry.legacy]
+        return [entry.in_memory.get(form.spec, entry.names[form.spec])]
 
     def _add(
         self,
         spelling: Spelling,
-        role: Role,
+        entry: Role,
         names: list[str],
         parts: list[str],
         stack: tuple[int, ...],
@@ -233,17 +182,54 @@ class Dialect:
     ) -> str:
         """Add the row in the form that ``stored`` has: joined, or its two halves apart."""
         name = next((n for n in names if (n in form.stored or n + "_w" in form.stored)), names[0])
-        origin = self._origin(role)
-        if role.halves and name not in form.stored and name + "_w" in form.stored:
+        origin = self._origin(entry)
+        if entry.halves and name not in form.stored and name + "_w" in form.stored:
             for half, suffix in enumerate(("_w", "_v")):
                 spelling.rows.append(Row(name + suffix, tuple(parts[half::2]), 0, stack, origin=origin))
         else:
-            spelling.rows.append(Row(name, tuple(parts), role.axis, stack, origin=origin))
+            spelling.rows.append(Row(name, tuple(parts), entry.axis, stack, origin=origin))
         return name
 
-    def _extra(self, spelling: Spelling, role: Role, form: KeyForm, name: str, stack: tuple[int, ...]) -> None:
-        if form.spec in role.extra:
+    def _extra(self, spelling: Spelling, entry: Role, form: KeyForm, name: str, stack: tuple[int, ...]) -> None:
+        if form.spec in entry.extra:
             spelling.extras.append(ExtraState(name.rsplit(".", 1)[0], stack))
+
+    # ---- names → roles
+
+    def address(self, name: str) -> Address:
+        """Take a name apart. ``role`` is None for one that no role has."""
+        for lead in (f"{self.decoder}.", f"{self.mtp}."):
+            number, dot, below = name.removeprefix(lead).partition(".")
+            if name.startswith(lead) and dot and number.isdecimal() and len(number) < 8:
+                inner = next((f"{i}." for i in self.inner if below.startswith(f"{i}.")), "") if lead[0] == "m" else ""
+                return self._below(lead, int(number), inner, below.removeprefix(inner))
+        return self._below("", None, "", name)
+
+    def _below(self, lead: str, layer: int | None, inner: str, below: str) -> Address:
+        if found := self._by_name.get(below):
+            return Address(lead, layer, inner, below, None, found)
+        for entry in self.layer:
+            for pattern, template in entry.patterns:
+                if (match := pattern.fullmatch(below)) and len(match[1]) < 8:
+                    return Address(lead, layer, inner, template, int(match[1]), entry)
+        return Address(lead, layer, inner, below, None, None)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Role]:
+        """Below a layer, every spelling → the role whose first name it is, or else one that may be spelled so."""
+        named: dict[str, Role] = {}
+        roles = (*self.outside, *self.own, *self.layer)
+        for entry in roles:
+            named.setdefault(entry.names["te"], entry)
+        for entry in roles:
+            for name in filter(None, [*entry.spellings("te"), entry.legacy]):
+                other = named.setdefault(name, entry)
+                if any(other.cut(spec) != entry.cut(spec) for spec in ("te", "local")):
+                    raise FamilyError(f"{self._origin(entry)}: {name} is cut in one way here and in another elsewhere")
+        return named
+
+
+_LISTS = ("outside", "own", "layer")
 
 
 @lru_cache(maxsize=8)
@@ -253,15 +239,19 @@ def load_dialect(name: str = "core") -> Dialect:
     if not path.is_file():
         raise FamilyError(f"unknown dialect {name!r}: no file {path}")
     table = load(path)
-    lists = {"outside", "own", "layer"}
-    check_keys(str(path), table, lists | {"prefixes", "decoder", "mtp", "inner", "bare_extra", "args", "constants"})
+    plain = {"decoder", "mtp", "inner_in_memory", "constants"}
+    check_keys(str(path), table, {*_LISTS, *plain, "prefixes", "inner", "bare_extra", "args"})
+    roles = {key: tuple(role(f"{path}: {key}", entry) for entry in table[key]) for key in _LISTS}
     dialect = Dialect(
         name=name,
         prefixes=tuple(table["prefixes"]),
         decoder=table["decoder"],
         mtp=table["mtp"],
         inner=tuple(table["inner"]),
-        **{key: tuple(_role(f"{path}: {key}", entry) for entry in table[key]) for key in lists},
+        inner_in_memory=table["inner_in_memory"],
+        outside=roles["outside"],
+        own=roles["own"],
+        layer=roles["layer"],
         bare_extra=tuple(table["bare_extra"]),
         args=arg_rows(str(path), table["args"]),
         constants=table["constants"],
@@ -280,8 +270,10 @@ def _specimens() -> Iterator[tuple[Model, Spec]]:
 
 def prove_complete(dialect: Dialect, model: Model, spec: Spec) -> None:
     """Check that the dialect stores every part but copies, once, invertibly. Raises FamilyError."""
-    rows = dialect.rows(model, model.facts["vocab"] + 1, KeyForm(spec)).rows
-    prove_invertible(rows, model.shapes)
-    homeless = set(model.shapes) - set(model.copies) - {part for row in rows for part in row.parts}
-    if homeless:
-        raise FamilyError(f"dialects/{dialect.name}.yaml has no row for {min(homeless)!r} of {model.family}")
+    forms: tuple[Experts | None, ...] = (None, "grouped" if spec == "te" else "sequential")
+    for experts in forms:
+        rows = dialect.rows(model, model.facts["vocab"] + 1, KeyForm(spec, experts=experts)).rows
+        prove_invertible(rows, model.shapes)
+        homeless = set(model.shapes) - set(model.copies) - {part for row in rows for part in row.parts}
+        if homeless:
+            raise FamilyError(f"dialects/{dialect.name}.yaml has no row for {min(homeless)!r} of {model.family}")

@@ -19,6 +19,7 @@ class Inspection:
 
     path: str
     layout: str
+    topology: str
     family: str
     tensors: int
     nbytes: int
@@ -50,9 +51,9 @@ def _files(checkpoint: Checkpoint) -> set[str]:
     return {box.source.name for ref in checkpoint.tensors.values() for box in ref.plan.boxes if box.source}
 
 
-def inspect(path: str | Path, family: str | None = None) -> Inspection:
+def inspect(path: str | Path, family: str | None = None, iteration: int | None = None) -> Inspection:
     """Open a checkpoint and account for its tensors without reading any. Raises MtpcheckError as opening does."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, iteration)
     tensor_map = read_tensor_map(checkpoint, family)
     if checkpoint.config is not None:
         declared_by = declared_keys(checkpoint.config)
@@ -62,6 +63,7 @@ def inspect(path: str | Path, family: str | None = None) -> Inspection:
     return Inspection(
         path=str(path),
         layout=checkpoint.layout,
+        topology=str(checkpoint.ranks.ranks.topology) if checkpoint.ranks else "",
         family=tensor_map.family,
         tensors=len(checkpoint.tensors),
         nbytes=checkpoint.nbytes,

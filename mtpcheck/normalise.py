@@ -164,12 +164,13 @@ def _claim(model: Model, rows: list[Row], checkpoint: Checkpoint, notes: list[Fi
     padding: dict[str, TensorRef] = {}
     names: dict[str, str] = {}
     findings = [*checkpoint.findings, *(notes or ())]
+    missing: list[Finding] = []
     left = dict.fromkeys(checkpoint.tensors)
     for row in rows:
         ref = checkpoint.tensors.get(row.name)
         if ref is None:
             if not all(part in model.copies for part in row.parts):
-                findings.append(_missing(row, checkpoint))
+                missing.append(_missing(row, checkpoint))
             continue
         del left[row.name]
         expected = row.shape(model.shapes)
@@ -186,12 +187,22 @@ def _claim(model: Model, rows: list[Row], checkpoint: Checkpoint, notes: list[Fi
             true_rows = factored(model.shapes[row.parts[0]])[0]
             if row.pad > true_rows:
                 padding[row.parts[0]] = TensorRef(ref.dtype, ref.plan.slice(0, true_rows, row.pad))
+    findings += _of_one_cause(missing, checkpoint)
     findings += [
         failure("presence.unclaimed", name, f"no tensor of {model.family}; the other layout has no place for it")
         for name in left
     ]
     ordered = {part: parts[part] for part in model.shapes if part in parts}
     return TensorMap(model, ordered, padding, tuple(findings), names)
+
+
+def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:
+    """What is missing; in one finding where a rank is, since that says why."""
+    lost = [f.subject for f in checkpoint.findings if f.check == "topology.rank" and "missing" in f.message]
+    if not missing or not lost:
+        return missing
+    what = f"cannot be put together without {', '.join(lost)}"
+    return [failure("presence.missing", f"{len(missing):,} tensors", what, where=str(checkpoint.folder))]
 
 
 def _missing(row: Row, checkpoint: Checkpoint) -> Finding:

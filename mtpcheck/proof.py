@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
-from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
-from mtpcheck.convert import Options, check_convertible, check_not_lost, derived_config, one_dtype, other_layout
+from mtpcheck.convert import check_convertible, check_not_lost, derived_config, other_layout
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.facts import args_from_facts, facts_from_args
 from mtpcheck.family import load_family
+from mtpcheck.layouts.torch_ranks import Ranks, assemble
+from mtpcheck.megatron import Options, dealer, one_dtype
 from mtpcheck.move import SLAB
 from mtpcheck.normalise import stored_rows
 from mtpcheck.parallel import WORKERS
@@ -29,7 +32,8 @@ from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.roundtrip import space_needed
-from mtpcheck.tensormap import TensorMap, read_tensor_map
+from mtpcheck.rows import Row
+from mtpcheck.tensormap import TensorMap, TensorRef, read_tensor_map
 from mtpcheck.verify import declaration, require_mtp, summary
 
 _PASSES = 6  # read and write there, the same back, one comparison of two sides
@@ -42,17 +46,20 @@ def prove(
     options: Options | None = None,
     workdir: str | Path | None = None,
     allow_no_mtp: bool = False,
+    via: Layout | None = None,
+    iteration: int | None = None,
 ) -> Report:
     """Prove the round trip of ``source`` by plan. Whatever ``roundtrip`` refuses before it writes is refused here.
 
     Too little disk in ``workdir`` is a warning here and not an error.
     """
-    a = open_checkpoint(source)
+    options = options or Options()
+    a = open_checkpoint(source, iteration)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
-    report = Report(
-        "roundtrip --plan", [str(source)], a_map.family, summary(a, a_map, other_layout(a.layout), a.layout)
-    )
+    middle = via or other_layout(a.layout)
+    told = f"{middle} ({options.topology})" if middle == "torch" else middle
+    report = Report("roundtrip --plan", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
     try:
         check_convertible(a, a_map)
         check_not_lost(a, a_map)
@@ -64,21 +71,46 @@ def prove(
     report.add("structure", of_group(a.findings, "structure"), f"{len(a.tensors):,} tensors in {a.layout}")
     report.add("presence", [], f"{len(a_map.parts):,} parts, every stored tensor claimed once")
     report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
-    different = list(_different(a, a_map, options or Options()))
+    needed = space_needed(a, False, dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes)
+    different = list(_different(a, a_map, options, middle))
     report.add("plan", different, f"{len(a.tensors):,} tensors read their own region again; no value node")
     report.skip("values", "no byte was read; copies were compared by shape alone")
     report.skip("acceptance", "no weight was read")
-    report.include(_space(Path(workdir or tempfile.gettempdir()), space_needed(a, keep=False)))
-    report.notes = _needs(a)
+    report.include(_space(Path(workdir or tempfile.gettempdir()), needed))
+    report.notes = _needs(a, needed)
     return report
 
 
-def _different(a: Checkpoint, a_map: TensorMap, options: Options) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class _Dealt:
+    """A rank that was never written: its state dicts hold plans."""
+
+    name: str
+    models: Sequence[Mapping[str, Any]]
+
+    def ref(self, name: str, value: Any) -> TensorRef | None:
+        return value if isinstance(value, TensorRef) else None
+
+
+def _in_between(a_map: TensorMap, options: Options, middle: Layout) -> tuple[list[Row], Mapping[str, TensorRef] | None]:
+    """Rows of the checkpoint in between, and its tensors where ranks hold shares of them."""
+    dialect, model = load_dialect(), a_map.model
+    if middle == "hf":
+        return model.rows, None
+    padded = options.padded_vocab(a_map.facts["vocab"], middle)
+    if middle == "torch_dist":
+        return dialect.rows(model, padded, KeyForm(options.spec)).rows, None
+    dealt = dealer(a_map, options)
+    ranks = {rank: _Dealt(dealt.topology.folder(rank), models) for rank, models in dealt.deal()}
+    tensors = assemble(Ranks(ranks, dealt.topology, args_from_facts(dialect.args, a_map.facts)), dialect).tensors
+    return dialect.rows(model, padded, KeyForm(options.spec, stored=tensors.keys())).rows, tensors
+
+
+def _different(a: Checkpoint, a_map: TensorMap, options: Options, middle: Layout) -> Iterator[Finding]:
     """Stored tensors that would not come back as they are, with the rows at fault."""
     shapes = a_map.model.shapes
-    padded = -(-a_map.facts["vocab"] // options.vocab_multiple) * options.vocab_multiple
-    megatron = load_dialect().rows(a_map.model, padded, KeyForm(options.spec)).rows
-    own, other = (a_map.model.rows, megatron) if a.layout == "hf" else (stored_rows(a, a_map.model), a_map.model.rows)
+    own = a_map.model.rows if a.layout == "hf" else stored_rows(a, a_map.model)
+    other, tensors = _in_between(a_map, options, middle)
     plans = {part: ref.plan for part, ref in a_map.parts.items()}
     origin: dict[str, str] = {}
     back: dict[str, Plan] = {}
@@ -86,16 +118,17 @@ def _different(a: Checkpoint, a_map: TensorMap, options: Options) -> Iterator[Fi
         origin.update(dict.fromkeys(row.parts, row.origin))
         if all(part in plans for part in row.parts):
             one_dtype(row, a_map)
-            back.update(row.split(row.join(plans, shapes), shapes))
+            stored = row.join(plans, shapes) if tensors is None else tensors[row.name].plan
+            back.update(row.split(stored, shapes))
     for part in a_map.copies.keys() & plans.keys() - back.keys():
         back[part] = plans[part]  # by shape alone; the report says that values were not judged
     for row in own:
         if row.name not in a.tensors:
             continue
-        stored, rows = a.tensors[row.name].plan, [row.origin, *(origin.get(part, "") for part in row.parts)]
+        before, rows = a.tensors[row.name].plan, [row.origin, *(origin.get(part, "") for part in row.parts)]
         true_rows = row.shape(shapes)[0] if row.pad is None else shapes[row.parts[0]][0][0]
         lost = [part for part in row.parts if part not in back]
-        if lost or not row.join(back, shapes).slice(0, 0, true_rows).same_bytes(stored.slice(0, 0, true_rows)):
+        if lost or not row.join(back, shapes).slice(0, 0, true_rows).same_bytes(before.slice(0, 0, true_rows)):
             yield failure(
                 "plan.identity", row.name, "would not come back as it is", where="; ".join(sorted(set(rows) - {""})),
                 cause=f"{lost[0]} is not carried" if lost else "a row and its inverse do not undo each other",
@@ -125,10 +158,10 @@ def _space(folder: Path, needed: int) -> Iterator[Finding]:
         yield warning("plan.space", str(folder), what, **sizes, todo="name another folder with --workdir")
 
 
-def _needs(a: Checkpoint) -> list[str]:
+def _needs(a: Checkpoint, needed: int) -> list[str]:
     seconds = _PASSES * a.nbytes / _BYTES_A_SECOND
     time = f"{seconds / 3600:.1f} h" if seconds > 3600 else f"{seconds / 60:.0f} min"
-    disk, buffers = decimal(space_needed(a, keep=False)), decimal(2 * WORKERS * SLAB)
+    disk, buffers = decimal(needed), decimal(2 * WORKERS * SLAB)
     return [
         f"a round trip through files needs {disk} of disk, {buffers} of buffers,",
         f"and about {time} at {decimal(int(_BYTES_A_SECOND))}/s",

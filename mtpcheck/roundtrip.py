@@ -10,18 +10,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
-from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
-from mtpcheck.convert import Options, convert, other_layout
+from mtpcheck.convert import convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
+from mtpcheck.megatron import Options, dealer
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
+from mtpcheck.topology import Topology
 from mtpcheck.verify import Side, compare_sides, require_mtp, summary
 
 
@@ -33,28 +36,34 @@ def roundtrip(
     keep: str | Path | None = None,
     allow_no_mtp: bool = False,
     show_progress: bool = False,
+    via: Layout | None = None,
+    iteration: int | None = None,
 ) -> Report:
-    """Convert ``source`` to the other layout and back, and judge both results.
+    """Convert ``source`` to another layout (``via``) and back, and judge both results.
 
     What is made in between lies in ``workdir`` (the system's temporary folder by default) and is removed, or
     stays in the new folder ``keep``, as ``keep/<layout>``. Raises MtpcheckError where it cannot judge.
     """
-    a = open_checkpoint(source)
+    options = options or Options()
+    a = open_checkpoint(source, iteration)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
-    middle = other_layout(a.layout)
-    report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, middle, a.layout))
+    middle = via or other_layout(a.layout)
+    if middle == a.layout == "hf":
+        raise UsageError(f"{source}: is an HF checkpoint; --via takes a Megatron layout")
+    told = f"{middle} ({options.topology})" if middle == "torch" else middle
+    report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
     try:
         with _workspace(Path(source), workdir, keep) as folder:
-            check_space(folder, space_needed(a, keep is not None))
-            there, back = folder / middle, folder / a.layout
+            size = dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes
+            check_space(folder, space_needed(a, keep is not None, size))
+            there, back = folder / middle, folder / (a.layout if a.layout != middle else f"{a.layout}-back")
             with bar("there", a_map.nbytes, show_progress) as progress:
-                out = convert(source, there, family=a_map.family, options=options, progress=progress)
+                out = convert(source, there, middle, a_map.family, options, progress=progress, iteration=iteration)
             with bar("back", (1 if a.hf is None or keep else 2) * a_map.nbytes, show_progress) as progress:
                 shards = HollowShards(a.folder, progress) if a.hf is not None and keep is None else None
-                home = convert(
-                    there, back, family=a_map.family, options=_same_form(a, options), progress=progress, written=shards
-                )
+                again = _same_form(a, options)
+                home = convert(there, back, a.layout, a_map.family, again, progress=progress, written=shards)
             identical = shards.identical if shards else set()
             _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), identical, show_progress)
             report.include((*out.findings, *home.findings))
@@ -68,11 +77,13 @@ def roundtrip(
     return report
 
 
-def _same_form(a: Checkpoint, options: Options | None) -> Options:
-    """Write a Megatron result with the vocabulary padding of the source."""
-    options = options or Options()
+def _same_form(a: Checkpoint, options: Options) -> Options:
+    """Write a Megatron result with the vocabulary padding and the ranks of the source."""
+    topology = a.ranks.ranks.topology if a.ranks is not None else Topology()
     padded = (a.args or {}).get("padded_vocab_size")
-    return replace(options, vocab_multiple=padded) if isinstance(padded, int) and padded > 0 else options
+    if isinstance(padded, int) and padded > 0 and padded % topology.tp == 0:
+        options = replace(options, vocab_multiple=padded // topology.tp)
+    return replace(options, topology=topology) if a.ranks is not None else options
 
 
 def _reopen(folder: Path, source: TensorMap) -> Side:
@@ -80,12 +91,13 @@ def _reopen(folder: Path, source: TensorMap) -> Side:
     return Side(opened, read_like(opened, source))
 
 
-def space_needed(a: Checkpoint, keep: bool) -> int:
-    """Bytes of disk of a round trip: the copy in between and the result, of which identical shards are freed."""
+def space_needed(a: Checkpoint, keep: bool, middle: int) -> int:
+    """Bytes of disk of a round trip: ``middle`` for the copy in between, and the result, of which identical shards
+    are freed."""
     if a.hf is None or keep:
-        return 2 * a.nbytes
+        return middle + a.nbytes
     sizes = sorted((a.folder / shard.file).stat().st_size for shard in a.hf.shards)
-    return a.nbytes + sum(sizes[-WORKERS:])
+    return middle + sum(sizes[-WORKERS:])
 
 
 def _judge(report: Report, source: Side, middle: Side, result: Side, identical: set[str], show: bool) -> None:
@@ -139,8 +151,9 @@ def _workspace(source: Path, workdir: str | Path | None, keep: str | Path | None
         try:
             yield keep
         except BaseException:
-            for layout in ("hf", "torch_dist"):
+            for layout in get_args(Layout):
                 shutil.rmtree(keep / layout, ignore_errors=True)
+                shutil.rmtree(keep / f"{layout}-back", ignore_errors=True)
             if ours:
                 with suppress(OSError):
                     keep.rmdir()

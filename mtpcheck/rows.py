@@ -75,21 +75,29 @@ class Row:
             inner = (self.pad, *inner[1:])
         return (*self.stack, *inner)
 
-    def chunks(self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape]) -> list[Plan]:
-        """One flattened plan for each stack index, in order: parts → stored."""
+    def chunks(
+        self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape], padding: Mapping[str, Plan] | None = None
+    ) -> list[Plan]:
+        """One flattened plan for each stack index, in order: parts → stored. Rows beyond a part, up to ``pad``, are
+        those of ``padding`` as far as there are any, then zeros."""
         inner = self._group_shape(shapes)
         chunks = []
         for group in self._groups():
             chunk = concat([plans[part] for part in group], self.axis).reshape(inner)
             if self.pad is not None:
-                zeros = Plan.zeros((self.pad - inner[0], *inner[1:]), chunk.itemsize)
-                chunk = concat([chunk, zeros], 0)
+                pieces, missing = [chunk], self.pad - inner[0]
+                if own := (padding or {}).get(group[0]):
+                    pieces.append(own.slice(0, 0, min(missing, own.shape[0])))
+                    missing -= pieces[-1].shape[0]
+                chunk = concat([*pieces, Plan.zeros((missing, *inner[1:]), chunk.itemsize)], 0)
             chunks.append(chunk)
         return chunks
 
-    def join(self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape]) -> Plan:
+    def join(
+        self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape], padding: Mapping[str, Plan] | None = None
+    ) -> Plan:
         """Parts → stored tensor."""
-        chunks = self.chunks(plans, shapes)
+        chunks = self.chunks(plans, shapes, padding)
         return stack(chunks).reshape(self.shape(shapes)) if self.stack else chunks[0]
 
     def split(self, stored: Plan, shapes: Mapping[str, PartShape]) -> dict[str, Plan]:

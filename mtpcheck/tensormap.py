@@ -97,6 +97,10 @@ class TensorMap:
     def nbytes(self) -> int:
         return sum(ref.nbytes for ref in self.parts.values())
 
+    @property
+    def padding_plans(self) -> dict[str, Plan]:
+        return {part: ref.plan for part, ref in self.padding.items()}
+
 
 def is_mtp(part: str) -> bool:
     """Whether a part belongs to an MTP layer."""

@@ -11,6 +11,7 @@ from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
+from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import UnsupportedError
@@ -40,17 +41,19 @@ def verify(
     only_mtp: bool = False,
     allow_no_mtp: bool = False,
     show_progress: bool = False,
+    iteration: int | None = None,
 ) -> Report:
     """Hold ``candidate`` against ``reference``.
 
     Two HF checkpoints are compared under their stored names, all else through the tensor map. With ``values``
     "changed" (the candidate was trained on), everything but the bits must hold, and the report tells what moved.
+    ``iteration`` chooses one of every side that is a Megatron root.
     Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
-    a, b = open_checkpoint(reference), open_checkpoint(candidate)
+    a, b = open_checkpoint(reference, iteration), open_checkpoint(candidate, iteration)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
-    report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, b.layout))
+    report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, layout_of(b)))
     sides = Side(a, a_map), Side(b, read_like(b, a_map))
     if values == "changed":
         _compare_trained(report, *sides, only_mtp, show_progress)
@@ -65,8 +68,14 @@ def verify(
 def summary(checkpoint: Checkpoint, tensor_map: TensorMap, *via: str) -> str:
     """One line: family, layouts, declared MTP layers."""
     stored = tensor_map.facts["mtp_stored"]
-    route = " → ".join([checkpoint.layout, *via])
+    route = " → ".join([layout_of(checkpoint), *via])
     return f"{tensor_map.family} · {route} · {stored} MTP layer{'s' * (stored != 1)}"
+
+
+def layout_of(checkpoint: Checkpoint) -> str:
+    """The layout, with the topology of rank files."""
+    ranks = checkpoint.ranks
+    return checkpoint.layout if ranks is None else f"{checkpoint.layout} ({ranks.ranks.topology})"
 
 
 def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool) -> None:
@@ -97,7 +106,8 @@ def compare_sides(
     nbytes = sum(ref.nbytes for ref in compared.values())
     report.add("presence", of_group(found, "presence"), _presence(a, compared))
     _add_declaration(report, a, b)
-    report.add("values", of_group(found, "values"), f"{nbytes:,} bytes compared bit for bit")
+    values = _add_topology(report, a, b, of_group(found, "values"))
+    report.add("values", values, f"{nbytes:,} bytes compared bit for bit")
 
 
 _Compared = tuple[list[Finding], Mapping[str, TensorRef]]
@@ -144,6 +154,7 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
         found, components = compare_changed(left, right, progress)
     report.add("presence", [*presence, *of_group(found, "presence")], _presence(a, left.parts))
     _add_declaration(report, a, b)
+    _add_topology(report, a, b, [])
     moved = sum(len(component.moved) for component in components.values())
     report.add("values", of_group(found, "values"), f"dtypes and shapes hold; {moved:,} tensors moved")
     report.notes = describe_components(components)
@@ -154,6 +165,25 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
 def _add_structure(report: Report, a: Side, b: Side) -> None:
     findings = of_group((*a.checkpoint.findings, *b.checkpoint.findings), "structure")
     report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
+
+
+def _add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> list[Finding]:
+    """Judge rank files, if there are any. Findings of ``values`` that one mishap with ranks explains become one."""
+    sides = [side.checkpoint for side in (a, b) if side.checkpoint.ranks is not None]
+    if not sides:
+        return values
+    found = [finding for checkpoint in sides for finding in check_ranks(checkpoint)]
+    bits = [f for f in values if f.check == "values.bits"]
+    subjects = {f.subject for f in bits}
+    differing = {part: ref for part, ref in b.tensor_map.parts.items() if a.tensor_map.names.get(part) in subjects}
+    if cause := next(explain(b.checkpoint, a.tensor_map, differing), None):
+        found.append(cause)
+        one = failure("values.bits", f"{len(bits):,} tensors", f"differ, all of them because of {cause.check}")
+        values = [one, *(f for f in values if f.check != "values.bits")]
+    replicas = sum(len(c.ranks.replicas) for c in sides if c.ranks is not None)
+    ranks = sum(len(c.ranks.ranks.files) for c in sides if c.ranks is not None)
+    report.add("topology", found, f"{ranks:,} ranks; {replicas:,} replicas compared bit for bit")
+    return values
 
 
 def _add_declaration(report: Report, a: Side, b: Side) -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.checks.files import HollowShards
-from mtpcheck.convert import Options, convert
+from mtpcheck.convert import convert
 from mtpcheck.errors import CheckpointFails, UnsupportedError, UsageError
+from mtpcheck.megatron import Options
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Silent
 from mtpcheck.roundtrip import roundtrip
@@ -278,7 +279,7 @@ def test_a_changed_shard_is_explained_beside_hollow_ones(monkeypatch: pytest.Mon
 
 
 def test_damage_on_the_way_there_is_located_in_megatrons_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mtpcheck.layouts.torch_dist_writer as module
+    import mtpcheck.layouts.zipwriter as module
 
     right, done = module.fill, []
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mtpcheck.checkpoint import open_checkpoint
-from mtpcheck.convert import Options, convert
+from mtpcheck.convert import convert
 from mtpcheck.errors import FamilyError
+from mtpcheck.megatron import Options
 from mtpcheck.tensormap import TensorMap, read_tensor_map
 from mtpcheck.verify import verify
 

@@ -48,22 +48,13 @@ class Chunk:
     def _payload(self) -> tuple[Source, int]:
         """(source, first byte) of the elements in C order."""
         archive = self.item.archive(self.key)
-        tensor, itemsize = archive.root, DTYPE_BITS[self.dtype] // 8
+        tensor = archive.root
         if not isinstance(tensor, StoredTensor) or (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
             raise FormatError(
                 f"{self.name}: {self.key}: .metadata promises {self.dtype} {list(self.shape)}, the item holds "
                 + (f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, StoredTensor) else "no tensor")
             )
-        start, nbytes = archive.storages.get(tensor.storage, (0, -1))
-        strides = tuple(s * itemsize for s in tensor.strides)
-        end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True)) + itemsize
-        if min(tensor.offset, *tensor.strides, 0) < 0 or (self.size and end > nbytes):
-            raise FormatError(f"{self.name}: {self.key}: the item's storage is too small for its tensor; damaged")
-        start += tensor.offset * itemsize
-        straight = contiguous_steps(self.shape, itemsize)
-        if all(n == 1 or a == b for n, a, b in zip(self.shape, strides, straight, strict=True)):
-            return self.item.file, start
-        return _Straightened(self.item.file, start, self.shape, strides, itemsize), 0
+        return elements_of(tensor, archive, self.item.file, self.key)
 
     def mapped(self, offset: int, length: int) -> memoryview | None:
         source, start = self._payload
@@ -76,6 +67,22 @@ class Chunk:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         source, start = self._payload
         source.read_into(buffer, start + offset)
+
+
+def elements_of(tensor: StoredTensor, archive: Archive, file: LocalFile, what: str) -> tuple[Source, int]:
+    """(source, first byte) of a tensor's elements in C order. Raises FormatError if its storage is too small."""
+    itemsize = DTYPE_BITS[tensor.dtype] // 8
+    start, nbytes = archive.storage(tensor.storage)
+    strides = tuple(s * itemsize for s in tensor.strides)
+    end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + itemsize
+    empty = 0 in tensor.shape
+    if min(tensor.offset, *tensor.strides, *tensor.shape, 0) < 0 or (not empty and end > nbytes):
+        raise FormatError(f"{file.name}: {what}: the storage is too small for its tensor; damaged")
+    start += tensor.offset * itemsize
+    straight = contiguous_steps(tensor.shape, itemsize)
+    if all(n == 1 or a == b for n, a, b in zip(tensor.shape, strides, straight, strict=True)):
+        return file, start
+    return _Straightened(file, start, tensor.shape, strides, itemsize), 0
 
 
 @dataclass(frozen=True)

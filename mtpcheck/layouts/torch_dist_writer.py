@@ -11,12 +11,10 @@ import json
 import os
 import pickle
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +29,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from zlib_ng.zlib_ng import crc32
 
 from mtpcheck.box import Shape
-from mtpcheck.dialect import ExtraState, Spec
-from mtpcheck.layouts.zipstore import TORCH_DTYPES, archive
-from mtpcheck.move import fill, scratch, slabs, write_at
+from mtpcheck.dialect import ExtraState
+from mtpcheck.layouts.zipwriter import DTYPES, Pending, frame, pickled, stream
+from mtpcheck.move import write_at
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
+from mtpcheck.roles import Spec
 
-_TORCH: Mapping[str, torch.dtype] = {ours: getattr(torch, name) for name, ours in TORCH_DTYPES.items()}
 _FILE_BYTES = 16 << 30
 
 
@@ -75,7 +72,7 @@ def write_torch_dist(
     progress: Progress,
 ) -> None:
     """Write an iteration folder. ``mcore`` is "0.16" (common.pt) or "0.19" (common state among the items)."""
-    common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 0,
+    common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": args.get("iteration") or 0,
               "content_metadata": {"singleton_local_shards": False}}  # fmt: skip
     jobs: list[_Job] = []
     entries: dict[str, Any] = {}
@@ -113,7 +110,7 @@ def _entry(tensor: StoredChunks) -> TensorStorageMetadata:
         ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size((*(1 for _ in tensor.stack), *plan.shape)))
         for at, plan in _placed(tensor)
     ]
-    properties = TensorProperties(dtype=_TORCH[tensor.dtype])
+    properties = TensorProperties(dtype=DTYPES[tensor.dtype])
     return TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
 
 
@@ -134,63 +131,23 @@ def _tensor_jobs(tensor: StoredChunks, progress: Progress) -> Iterator[_Job]:
 @cache
 def _around(dtype: str, shape: Shape, nbytes: int) -> int:
     """Bytes that an item adds to those of its tensor."""
-    return sum(map(len, archive(_pickled_tensor(dtype, shape), nbytes, 0)))
+    return frame(_pickled_tensor(dtype, shape), [(nbytes, 0)]).length - nbytes
 
 
 def _write_tensor(plan: Plan, dtype: str, shape: Shape, progress: Progress, fd: int, start: int, alive: Alive) -> None:
-    pickled, crc = _pickled_tensor(dtype, shape), 0
-    payload = start + len(archive(pickled, plan.nbytes, crc)[0])
-    for at, part in slabs(plan):
-        alive()
-        slab = scratch(part.nbytes, "slab")
-        fill(part, slab.data)
-        crc = crc32(slab.data, crc)
-        write_at(fd, slab.data, payload + at)
-        progress.advance(part.nbytes)
-    head, tail = archive(pickled, plan.nbytes, crc)
-    write_at(fd, head, start)
-    write_at(fd, tail, payload + plan.nbytes)
-
-
-def _write_object(data: bytes, fd: int, start: int, alive: Alive) -> None:
-    write_at(fd, data, start)
-
-
-class _Storage:
-    """Stands for the one storage of an item while its pickle is written."""
-
-    def __init__(self, dtype: torch.dtype, numel: int) -> None:
-        self.kind = torch.storage._dtype_to_storage_type_map()[dtype]
-        self.numel = numel
-
-
-class _TensorPickler(pickle.Pickler):
-    """Writes what torch.save writes for a contiguous tensor, without holding its values."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Storage):
-            return ("storage", getattr(torch, obj.kind), "0", "cpu", obj.numel)
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, _Pending):
-            strides = tuple(prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
-            storage = _Storage(_TORCH[obj.dtype], prod(obj.shape))
-            return torch._utils._rebuild_tensor_v2, (storage, 0, obj.shape, strides, False, OrderedDict())
-        return NotImplemented
-
-
-@dataclass(frozen=True)
-class _Pending:
-    dtype: str
-    shape: Shape
+    around = frame(_pickled_tensor(dtype, shape), [(plan.nbytes, 0)])
+    crc = stream(plan, fd, start + around.starts[0], progress, alive)
+    for at, data in frame(_pickled_tensor(dtype, shape), [(plan.nbytes, crc)]).pieces:
+        write_at(fd, data, start + at)
 
 
 @cache
 def _pickled_tensor(dtype: str, shape: Shape) -> bytes:
-    buffer = io.BytesIO()
-    _TensorPickler(buffer, protocol=2).dump(_Pending(dtype, shape))
-    return buffer.getvalue()
+    return pickled(Pending(dtype, shape))
+
+
+def _write_object(data: bytes, fd: int, start: int, alive: Alive) -> None:
+    write_at(fd, data, start)
 
 
 def _extra_names(extra: ExtraState) -> Iterator[str]:

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zlib_ng.zlib_ng import crc32  # ten times as fast as zlib's, which took as long as writing the file
-
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError, MtpcheckError, UnsupportedError
 from mtpcheck.files import Source, read
@@ -81,6 +79,10 @@ class Record:
     append = extend = add = __setitem__ = _ignore
 
 
+class Ordered(dict[Any, Any]):
+    """An OrderedDict: a module's state_dict carries attributes beside its entries, which a plain dict cannot take."""
+
+
 class Inert(Record):
     """A placeholder for a foreign class inside training arguments."""
 
@@ -108,7 +110,7 @@ _RECORDS = {
     ("signal", "Signals"): Record,
     ("_codecs", "encode"): Record,
     ("datetime", "timedelta"): Record,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): Ordered,
     ("collections", "defaultdict"): Record,
     ("torch", "Size"): tuple,
     ("builtins", "set"): set,
@@ -194,13 +196,29 @@ class Window(io.RawIOBase):
         return n
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Archive:
-    """One ``torch.save`` zip: its unpickled root object and where each storage's bytes are in the source."""
+    """One ``torch.save`` zip: its unpickled root object, and where its members are in the source."""
 
     root: Any
-    storages: Mapping[str, tuple[int, int]]
-    """storage key → (first byte in the source, bytes)"""
+    source: Source
+    start: int
+    length: int
+    where: str
+    members: Mapping[str, tuple[int, int]]
+    """name → (place of its local header within the zip, bytes)"""
+
+    def storage(self, key: str) -> tuple[int, int]:
+        """(first byte in the source, bytes) of one storage. Raises FormatError if there is none, or no room for it."""
+        at, nbytes = self.members.get(f"data/{key}", (0, -1))
+        if nbytes < 0:
+            raise FormatError(f"{self.where}: the pickle names a storage {key!r} that the zip does not hold; damaged")
+        header = read(self.source, self.start + at, 30)
+        names, extra = struct.unpack("<HH", header[26:30])
+        begin = at + 30 + names + extra
+        if header[:4] != b"PK\3\4" or begin + nbytes > self.length:
+            raise FormatError(f"{self.where}: member 'data/{key}' reaches past the end of its zip")
+        return self.start + begin, nbytes
 
 
 def read_archive(source: Source, start: int, length: int, where: str, foreign: bool = False) -> Archive:
@@ -221,72 +239,5 @@ def read_archive(source: Source, start: int, length: int, where: str, foreign: b
             root = unpickle(zipped.read(members["data.pkl"]), where, foreign)
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
         raise FormatError(f"{where}: not a sound zip ({error}); the file is cut off or damaged") from None
-    storages = {}
-    for name, info in members.items():
-        if name.startswith("data/"):
-            header = read(source, start + info.header_offset, 30)
-            names, extra = struct.unpack("<HH", header[26:30])
-            at = info.header_offset + 30 + names + extra
-            if header[:4] != b"PK\3\4" or at + info.file_size > length:
-                raise FormatError(f"{where}: member {name!r} reaches past the end of its zip")
-            storages[name.removeprefix("data/")] = (start + at, info.file_size)
-    return Archive(root, storages)
-
-
-# ---- writing
-
-# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_DATE = 0x21  # 1 January 1980, the first day there is
-_LIMIT = 0xFFFFFFFF  # says that the true number is 64 bits wide and stands elsewhere
-_ALIGNMENT = 64  # torch.serialization's default storage alignment
-
-
-def archive(pickled: bytes, nbytes: int, crc: int) -> tuple[bytes, bytes]:
-    """What stands before and after the one storage, of ``nbytes``, in a zip that ``torch.load`` opens.
-
-    Only the values depend on ``crc``, the CRC-32 of the storage, and no length does: the storage can be written first.
-    """
-    head, central = b"", b""
-    for name, data in ((b"archive/data.pkl", pickled), (b"archive/byteorder", b"little")):
-        central += _central(name, len(data), crc32(data), len(head))
-        head += _local(name, len(data), crc32(data)) + data
-    central += _central(b"archive/data/0", nbytes, crc, len(head))
-    head += _local(b"archive/data/0", nbytes, crc, len(head))
-    at = len(head) + nbytes
-    name, data = b"archive/version", b"3\n"
-    central += _central(name, len(data), crc32(data), at)
-    tail = _local(name, len(data), crc32(data)) + data
-    return head, tail + central + _end(4, len(central), at + len(tail))
-
-
-def _local(name: bytes, nbytes: int, crc: int, align_from: int | None = None) -> bytes:
-    """A member's header; with ``align_from``, its own place, padded so that the data after it are aligned."""
-    extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LIMIT else b""
-    if align_from is not None:
-        padding = -(align_from + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
-        extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    size = min(nbytes, _LIMIT)
-    fields = (b"PK\3\4", 45 if size == _LIMIT else 20, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
-    return _LOCAL.pack(*fields) + name + extra
-
-
-def _central(name: bytes, nbytes: int, crc: int, at: int) -> bytes:
-    wide = [n for n in (nbytes, nbytes, at) if n >= _LIMIT]
-    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version, size = 45 if wide else 20, min(nbytes, _LIMIT)
-    fields = (b"PK\1\2", version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra))
-    return _CENTRAL.pack(*fields, 0, 0, 0, 0, min(at, _LIMIT)) + name + extra
-
-
-def _end(count: int, nbytes: int, at: int) -> bytes:
-    """The end of a zip whose central directory of ``nbytes`` stands at ``at``."""
-    end = _END.pack(b"PK\5\6", 0, 0, count, count, nbytes, min(at, _LIMIT), 0)
-    if at < _LIMIT:
-        return end
-    wide = _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, nbytes, at)
-    return wide + _LOCATOR64.pack(b"PK\6\7", 0, at + nbytes, 1) + end
+    places = {name: (info.header_offset, info.file_size) for name, info in members.items()}
+    return Archive(root, source, start, length, where, places)

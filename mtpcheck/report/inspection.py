@@ -20,7 +20,7 @@ def render(found: Inspection, console: Console) -> None:
     shares = f"{share:.1%} of all weights, {depth:.1%} of all layers"
     lines = {
         "checkpoint": found.path,
-        "layout": found.layout,
+        "layout": f"{found.layout} ({found.topology})" if found.topology else found.layout,
         "family": found.family,
         "tensors": f"{found.tensors:,}, {decimal(found.nbytes)} in {found.files:,} file{'s' * (found.files != 1)}",
         "dtypes": ", ".join(f"{dtype} × {count:,}" for dtype, count in found.dtypes.items()),

@@ -1,0 +1,168 @@
+"""Any checkpoint, through the tensor map, into Megatron's layouts on disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpcheck.checkpoint import Checkpoint, Layout
+from mtpcheck.compare import differs
+from mtpcheck.deal import Dealer
+from mtpcheck.dialect import KeyForm, Mcore, load_dialect
+from mtpcheck.errors import UnsupportedError, UsageError
+from mtpcheck.facts import args_from_facts
+from mtpcheck.layouts.torch_dist import TRACKER
+from mtpcheck.manifest import FOLDER, write_manifest
+from mtpcheck.progress import Progress
+from mtpcheck.report.finding import Finding, note
+from mtpcheck.roles import Experts, Spec
+from mtpcheck.rows import Row
+from mtpcheck.tensormap import TensorMap
+from mtpcheck.topology import Topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to write Megatron files. ``topology`` and ``experts`` matter for the files of ranks alone."""
+
+    spec: Spec = "te"
+    vocab_multiple: int = 128
+    mcore: Mcore = "0.16"
+    topology: Topology = field(default_factory=Topology)
+    experts: Experts | None = None
+
+    def padded_vocab(self, vocab: int, layout: Layout) -> int:
+        """Megatron pads the vocabulary to a multiple of ``vocab_multiple`` × TP."""
+        multiple = self.vocab_multiple * (self.topology.tp if layout == "torch" else 1)
+        return -(-vocab // multiple) * multiple
+
+    @property
+    def expert_form(self) -> Experts:
+        """The form of experts that megatron-core builds with this layer spec, unless another is asked for."""
+        return self.experts or ("grouped" if self.spec == "te" else "sequential")
+
+
+def dealer(tensor_map: TensorMap, options: Options) -> Dealer:
+    """The model on the ranks of ``options.topology``. Raises UnsupportedError or UsageError if it cannot be cut so."""
+    if options.spec == "te" and options.experts == "legacy":
+        raise UsageError("legacy grouped experts exist in the local layer spec alone (--spec local)")
+    form = KeyForm(options.spec, options.mcore, experts=options.expert_form)
+    padded = options.padded_vocab(tensor_map.facts["vocab"], "torch")
+    return Dealer(tensor_map, options.topology, load_dialect(), form, padded)
+
+
+def copy_states(tensor_map: TensorMap) -> dict[str, str]:
+    """For every part that may repeat another: absent, equal or own (differs)."""
+    states = {}
+    for part in tensor_map.copies:
+        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(tensor_map.repeated_by(part))
+        if ref is None:
+            states[part] = "absent"
+        else:
+            states[part] = "own" if main is None or differs(ref, main) else "equal"
+    return states
+
+
+def one_dtype(row: Row, tensor_map: TensorMap) -> str:
+    """The dtype that the parts of a row share. Raises UnsupportedError if they do not."""
+    dtypes = {tensor_map.parts[part].dtype for part in row.parts}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"{row.name} joins tensors of different dtypes ({', '.join(sorted(dtypes))}), such as "
+            f"{tensor_map.names[row.parts[0]]}; Megatron keeps one"
+        )
+    return dtypes.pop()
+
+
+def write_megatron(
+    source: Checkpoint, tensor_map: TensorMap, folder: Path, layout: Layout, options: Options, progress: Progress
+) -> list[Finding]:
+    """Write a Megatron root: iteration folder and tracker file. Raises UnsupportedError for what has no place there."""
+    states = copy_states(tensor_map)
+    own = [tensor_map.names[part] for part, state in states.items() if state == "own"]
+    if own:
+        raise UnsupportedError(
+            f"{source.path}: {', '.join(own)} differ from what they repeat, and Megatron has no place for them"
+        )
+    args, findings = _args(source, tensor_map, layout, options)
+    iteration = args.get("iteration") if source.args is not None else None
+    name = f"iter_{iteration:07d}" if isinstance(iteration, int) and iteration > 0 else "release"
+    target = folder / name
+    target.mkdir()
+    if layout == "torch":
+        _write_ranks(tensor_map, target, args, options, progress)
+    else:
+        _write_torch_dist(tensor_map, target, args, options, progress)
+    if source.hf is not None:
+        write_manifest(target, source.folder, source.hf, tensor_map.family, states)
+    elif source.manifest is not None:
+        shutil.copytree(source.manifest.root.parent, target / FOLDER)
+    (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
+    return findings
+
+
+def _write_torch_dist(
+    tensor_map: TensorMap, folder: Path, args: Mapping[str, Any], options: Options, progress: Progress
+) -> None:
+    from mtpcheck.layouts.torch_dist_writer import StoredChunks, write_torch_dist
+
+    padded = options.padded_vocab(tensor_map.facts["vocab"], "torch_dist")
+    spelling = load_dialect().rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore))
+    shapes = tensor_map.model.shapes
+    plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
+    tensors = []
+    for row in spelling.rows:
+        dtype = one_dtype(row, tensor_map)
+        chunks = row.chunks(plans, shapes, tensor_map.padding_plans)
+        tensors.append(StoredChunks(row.name, dtype, row.shape(shapes), row.stack, chunks))
+    write_torch_dist(folder, tensors, spelling.extras, args, options.spec, options.mcore, progress)
+
+
+def _write_ranks(
+    tensor_map: TensorMap, folder: Path, args: Mapping[str, Any], options: Options, progress: Progress
+) -> None:
+    from mtpcheck.layouts.torch_ranks_writer import write_ranks
+
+    dealt = dealer(tensor_map, options)
+    for row in dealt.dialect.rows(tensor_map.model, dealt.padded_vocab, dealt.form).rows:
+        one_dtype(row, tensor_map)
+    ranks = ((dealt.topology.folder(rank), models) for rank, models in dealt.deal())
+    write_ranks(folder, ranks, args, args.get("iteration") or 0, progress)
+
+
+def _args(
+    source: Checkpoint, tensor_map: TensorMap, layout: Layout, options: Options
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Arguments of the result: those of a Megatron source that are plain values, and all that follow from the model."""
+    dialect, findings = load_dialect(), list[Finding]()
+    before = source.args or {}
+    kept = {key: value for key, value in before.items() if _is_plain(value)}
+    facts = tensor_map.facts
+    topology = options.topology if layout == "torch" else Topology()
+    derived = {
+        **args_from_facts(dialect.args, facts),
+        **topology.args(),
+        "padded_vocab_size": options.padded_vocab(facts["vocab"], layout),
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "transformer_impl": "transformer_engine" if options.spec == "te" else "local",
+        "moe_grouped_gemm": bool(facts["experts"]) and options.expert_form != "sequential",
+        "moe_use_legacy_grouped_gemm": options.experts == "legacy",
+        "bf16": facts.get("dtype") == "bfloat16",
+        "fp16": facts.get("dtype") == "float16",
+        "ckpt_format": layout,
+    }
+    if dropped := sorted(before.keys() - kept.keys() - derived.keys()):
+        what = "objects of Megatron's own classes cannot be written without it and were left out"
+        findings.append(note("topology.args", ", ".join(dropped), what))
+    return {**dialect.constants, **kept, **derived}, findings
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(inner) for inner in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    return value is None or type(value) in (bool, int, float, str)

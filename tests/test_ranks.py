@@ -1,0 +1,511 @@
+"""Per-rank files: what megatron-core wrote reads as its torch_dist twin, and what we write is what it would have."""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import shutil
+import types
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.convert import convert
+from mtpcheck.errors import CheckpointFails, FormatError, UnsupportedError, UsageError
+from mtpcheck.megatron import Options, dealer
+from mtpcheck.proof import prove
+from mtpcheck.roundtrip import roundtrip
+from mtpcheck.tensormap import TensorMap, read_tensor_map
+from mtpcheck.topology import Topology, topology_of_args
+from mtpcheck.verify import verify
+from tests import wide
+from tests.conftest import FIXTURES
+from tests.test_samples import FAMILIES, SAMPLES, group, open_map, parent, read
+
+CASES = sorted(path.parent for path in SAMPLES.glob("core-*/*/torch"))
+FILE = "model_optim_rng.pt"
+
+
+def name_of(case: Path) -> str:
+    return f"{case.parent.name}-{case.name}"
+
+
+class _Unpickler(pickle.Unpickler):
+    """As torch.load does, but without importing Megatron for an enum in the arguments."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return enum.Enum(name, {"auto": 5}) if module.startswith("megatron.") else super().find_class(module, name)
+
+
+def load(path: Path) -> Any:
+    module = types.SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="pickle")
+    return torch.load(path, weights_only=False, pickle_module=module)
+
+
+def rank_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Folder of a rank → what torch itself loads from its file."""
+    return {path.parent.name: load(path) for path in sorted(folder.rglob(FILE))}
+
+
+def twin_of(case: Path) -> Path:
+    own = case / "torch_dist"
+    return own if own.is_dir() else parent(case)
+
+
+# ---- reading
+
+
+def test_there_are_samples() -> None:
+    assert len(CASES) >= 20
+    topologies = {str(open_checkpoint(case / "torch").ranks.ranks.topology) for case in CASES}  # type: ignore[union-attr]
+    assert topologies == {"TP 1", "TP 2", "TP 1 · PP 2", "TP 1 · PP 2 · VPP 2", "TP 1 · PP 3", "TP 1 · EP 2",
+                          "TP 1 · PP 2 · EP 2"}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_rank_sample_reads_as_its_twin(case: Path) -> None:
+    found = open_map(case / "torch")
+    assert found.findings == ()
+    assert (found.family, found.facts["mtp_layers"]) == FAMILIES[group(case)]
+    assert read(found) == read(open_map(twin_of(case)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_rank_sample_verifies_against_its_twin(case: Path) -> None:
+    report = verify(twin_of(case), case / "torch", FAMILIES[group(case)][0])
+    assert report.verdict == "holds", report.findings
+    (topology,) = (check for check in report.checks if check.group == "topology")
+    assert topology.status == "passed"
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.parent.name == "core-0.16.1"], ids=name_of)
+def test_what_we_write_is_what_megatron_core_had(case: Path, tmp_path: Path) -> None:
+    theirs = rank_files(case / "torch")
+    args = vars(next(iter(theirs.values()))["args"])
+    topology = topology_of_args(args)
+    spec = "te" if "_te_" in case.name else "local"
+    options = Options(spec, args["padded_vocab_size"] // topology.tp, "0.16", topology)  # type: ignore[arg-type]
+    convert(twin_of(case), tmp_path / "new", "torch", FAMILIES[group(case)][0], options)
+    ours = rank_files(tmp_path / "new")
+    assert ours.keys() == theirs.keys()
+    for rank, root in theirs.items():
+        chunks = [key for key in root if key.startswith("model")]
+        assert chunks == [key for key in ours[rank] if key.startswith("model")]
+        for chunk in chunks:
+            assert ours[rank][chunk].keys() == root[chunk].keys()
+            for name, tensor in root[chunk].items():
+                same(ours[rank][chunk][name], tensor, f"{rank} {name}")
+
+
+def same(ours: Any, theirs: Any, what: str) -> None:
+    if theirs is None:
+        assert ours is None, what
+        return
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
+    assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), what
+
+
+def test_args_tell_the_topology_and_keep_what_training_said(tmp_path: Path) -> None:
+    source = SAMPLES / "core-0.16.1" / "moe_tp2" / "torch"
+    options = Options(topology=Topology(tp=2, pp=3, ep=2, etp=1), spec="local")
+    converted = convert(source, tmp_path / "new", "torch", options=options)
+    (tracker,) = (tmp_path / "new").glob("latest*")
+    assert tracker.read_text() == "1"
+    assert [f.subject for f in converted.findings if f.check == "topology.args"] == ["attention_backend"]
+    for root in rank_files(tmp_path / "new").values():
+        args = vars(root["args"])
+        assert topology_of_args(args) == options.topology
+        assert (args["bias_dropout_fusion"], args["iteration"], args["params_dtype"]) == (False, 1, torch.bfloat16)
+        assert root["iteration"] == 1
+    assert verify(source, tmp_path / "new").verdict == "holds"
+
+
+# ---- there and back
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide.make(tmp_path_factory.mktemp("wide") / "hf")
+
+
+MATRIX = [Topology(*sizes) for sizes in product((1, 2, 4, 8), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2))]
+
+
+def refusal(tensor_map: TensorMap, topology: Topology) -> str:
+    """Why a topology is refused; empty if it is not."""
+    try:
+        dealer(tensor_map, Options(vocab_multiple=8, topology=topology))
+    except (UsageError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+def test_the_matrix_has_enough_topologies_and_names_why_others_are_refused(wide_model: Path, tmp_path: Path) -> None:
+    tensor_map = read_tensor_map(open_checkpoint(wide_model))
+    refused = {topology: why for topology in MATRIX if (why := refusal(tensor_map, topology))}
+    assert len(MATRIX) - len(refused) >= 60
+    for topology, why in refused.items():
+        if topology.vpp > 1 and topology.pp == 1:
+            assert why == "VPP 2 needs more than one pipeline stage" or "ETP 2 is no divisor of TP 1" in why
+        else:
+            assert (topology.tp, topology.etp) == (1, 2)
+            assert "two expert shards would take one name" in why
+        with pytest.raises((UsageError, UnsupportedError)):
+            roundtrip(wide_model, options=Options(topology=topology), via="torch", workdir=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_every_topology_of_the_matrix_round_trips(wide_model: Path, tmp_path: Path, tp: int, pp: int, ep: int) -> None:
+    tensor_map = read_tensor_map(open_checkpoint(wide_model))
+    ran = 0
+    for topology in MATRIX:
+        if (topology.tp, topology.pp, topology.ep) == (tp, pp, ep) and not refusal(tensor_map, topology):
+            spec, mcore = (("te", "0.16"), ("local", "0.19"))[ran % 2]
+            options = Options(spec, 8, mcore, topology)  # type: ignore[arg-type]
+            report = roundtrip(wide_model, options=options, via="torch", workdir=tmp_path)
+            assert report.verdict == "holds", (topology, report.findings)
+            ran += 1
+    assert ran == (1 if pp == 1 else 2) * (1 if tp == 1 else 2)
+
+
+UNEVEN = [
+    Topology(tp=2, etp=2, pp=3, first=2, last=4),
+    Topology(pp=2, first=12, last=0),
+    Topology(pp=2, vpp=3, layout="Et|t*3|t*2|t*2|(t)*3|tmmL"),
+    Topology(pp=3, layout="Et*6|t*6|mmL"),
+    Topology(pp=4, layout="E|t*12||mmL"),
+    Topology(tp=2, etp=1, pp=4, ep=2, layout="Et*4|t*8|mm|L"),
+    Topology(pp=2, vpp=2, layout="Et*4|t*4|t*4|mmL"),
+    Topology(pp=4, account_for_embedding=True, account_for_loss=True, first=3, last=1),
+]
+
+
+@pytest.mark.parametrize("topology", UNEVEN, ids=str)
+def test_uneven_pipelines_and_mtp_on_a_stage_of_its_own(wide_model: Path, tmp_path: Path, topology: Topology) -> None:
+    options = Options("local", 8, "0.19", topology)
+    report = roundtrip(wide_model, options=options, via="torch", keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.findings
+    again = open_checkpoint(tmp_path / "kept" / "torch").ranks
+    assert again is not None and again.ranks.topology == topology
+
+
+@pytest.mark.parametrize("experts, spec", [("legacy", "local"), ("sequential", "te"), ("grouped", "te")])
+def test_every_form_of_experts_round_trips(wide_model: Path, tmp_path: Path, experts: Any, spec: Any) -> None:
+    options = Options(spec, 8, topology=Topology(tp=2, etp=2, pp=2, ep=2), experts=experts)
+    report = roundtrip(wide_model, options=options, via="torch", keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.findings
+    names = {name for root in rank_files(tmp_path / "kept").values() for name in root["model"]}
+    assert any(
+        {"legacy": "experts.weight1", "sequential": "local_experts.3", "grouped": "weight3"}[experts] in n
+        for n in names
+    )
+
+
+def test_legacy_experts_lie_as_megatron_core_views_them(wide_model: Path, tmp_path: Path) -> None:
+    """GroupedMLP views weight1 as (experts, hidden, gate + up) and weight2 as (experts, down, hidden)."""
+    from safetensors.torch import load_file
+
+    topology = Topology(tp=2, etp=2, ep=2)
+    convert(wide_model, tmp_path / "new", "torch", options=Options("local", 8, topology=topology, experts="legacy"))
+    hf = load_file(wide_model / "model.safetensors")
+    model = rank_files(tmp_path / "new")["mp_rank_01_001"]["model"]
+    prefix = "decoder.layers.3.mlp.experts"
+    first = model[f"{prefix}.weight1"].view(4, 16, 8)
+    second = model[f"{prefix}.weight2"].view(4, 4, 16)
+    for local in range(4):
+        lead = f"model.layers.3.mlp.experts.{local + 4}"
+        gate, up, down = (hf[f"{lead}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        same(first[local], torch.cat([gate[4:], up[4:]]).T.contiguous(), "weight1")
+        same(second[local], down[:, 4:].T.contiguous(), "weight2")
+
+
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "deepseek_v3", "deepseek_v3_noq", "glm_moe_dsa", "mimo", "qwen2_mtp", "qwen3_mtp"]
+)
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_every_family_goes_through_ranks(name: str, spec: Any) -> None:
+    moe = name.startswith(("glm", "deep"))
+    options = Options(spec, topology=Topology(tp=2, etp=2 if moe else 1, pp=2, ep=2 if moe else 1, first=1))
+    report = roundtrip(FIXTURES / name, options=options, via="torch")
+    assert report.verdict == "holds", report.findings
+
+
+@pytest.mark.parametrize("source", ["torch", "torch_dist"])
+@pytest.mark.parametrize("via", ["torch", "torch_dist", None])
+def test_megatron_sources_round_trip_through_every_layout(source: str, via: Any) -> None:
+    report = roundtrip(
+        SAMPLES / "core-0.16.1" / "moegqa_pp2_ep2" / source, via=via,
+        options=Options("local", topology=Topology(tp=4, etp=4, pp=2)),
+    )  # fmt: skip
+    assert report.verdict == "holds", report.findings
+
+
+def test_a_round_trip_through_ranks_is_proved_by_plan(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(topology=Topology(tp=4, etp=2, pp=3, vpp=2, ep=2), vocab_multiple=8)
+    report = prove(wide_model, options=options, via="torch")
+    assert report.verdict == "holds"
+    assert "TP 4 · PP 3 · VPP 2 · EP 2 · ETP 2" in report.summary
+    import mtpcheck.layouts.torch_ranks as module
+
+    right = module._cut
+
+    def unpaired(*args: Any) -> Any:
+        cut = right(*args)
+        return cut and module.Cut(cut.axis)
+
+    monkeypatch.setattr(module, "_cut", unpaired)
+    report = prove(wide_model, options=options, via="torch")
+    assert report.verdict == "fails"
+    assert {f.check for f in report.failures} == {"plan.identity"}
+    assert "linear_fc1" in report.failures[0].where
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_vocabulary_is_padded_for_every_tp(wide_model: Path, tmp_path: Path, tp: int) -> None:
+    options = Options(vocab_multiple=8, topology=Topology(tp=tp, etp=1))
+    convert(wide_model, tmp_path / "new", "torch", options=options)
+    padded = -(-67 // (8 * tp)) * 8 * tp
+    roots = rank_files(tmp_path / "new")
+    embedding = torch.cat([root["model"]["embedding.word_embeddings.weight"] for root in roots.values()])
+    assert embedding.shape == (padded, 16)
+    assert all(root["args"].padded_vocab_size == padded for root in roots.values())
+    assert not embedding[67:].view(torch.int16).any()
+    assert verify(wide_model, tmp_path / "new").findings == []
+    last = max((tmp_path / "new").rglob(FILE))
+    root = load(last)
+    root["model"]["output_layer.weight"][-1, 3] = 1.0
+    torch.save(root, last)
+    converted = convert(tmp_path / "new", tmp_path / "hf")
+    assert [(f.check, f.subject) for f in converted.findings] == [("values.padding", "output_layer.weight")]
+    assert verify(wide_model, tmp_path / "hf").verdict == "holds"
+
+
+# ---- what lies beside the weights
+
+
+def test_optimizer_and_rng_state_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "core-0.16.1" / "moe_ep2" / "torch", tmp_path / "copy"))
+    big = torch.zeros(1 << 22)
+    for path in folder.rglob(FILE):
+        root = load(path)
+        root["args"].attention_backend = None
+        root["optimizer"] = {"state": {i: {"exp_avg": big.clone()} for i in range(3)}, "param_groups": [{"lr": 0.1}]}
+        root["rng_state"] = [{"torch_rng_state": torch.get_rng_state(), "np_rng_state": ("MT19937", [1, 2], 3)}]
+        torch.save(root, path)
+    from mtpcheck.files import LocalFile
+
+    right, nbytes = LocalFile.read_into, []
+
+    def counted(self: LocalFile, buffer: memoryview, offset: int) -> None:
+        nbytes.append(len(buffer))
+        right(self, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    found = open_checkpoint(folder)
+    assert found.passed_over["optimizer and training state"][0] == 4
+    assert found.passed_over["optimizer and training state"][1] > 6 * big.nbytes
+    assert verify(twin_of(SAMPLES / "core-0.16.1" / "moe_ep2"), folder).verdict == "holds"
+    assert sum(nbytes) < 2_000_000, "of 100 MB"
+
+
+# ---- damage
+
+
+@pytest.fixture
+def ranks(wide_model: Path, tmp_path: Path) -> Path:
+    """The wide model on 12 ranks."""
+    options = Options("te", 8, topology=Topology(tp=2, etp=1, pp=3, ep=2))
+    convert(wide_model, tmp_path / "ranks", "torch", options=options)
+    return tmp_path / "ranks" / "release"
+
+
+def edit(path: Path, change: Any) -> None:
+    root = load(path / FILE)
+    root["args"].attention_backend = None
+    change(root)
+    torch.save(root, path / FILE)
+
+
+def judged(reference: Path, candidate: Path) -> dict[str, str]:
+    """Failures: check → subject."""
+    report = verify(reference, candidate)
+    assert report.exit_code == 1
+    return {f.check: f.subject for f in report.failures}
+
+
+def test_ranks_of_this_topology_hold(wide_model: Path, ranks: Path) -> None:
+    assert sorted(path.name for path in ranks.glob("mp_*")) == [
+        f"mp_rank_{tp:02d}_{pp:03d}_{tp:03d}" for tp in range(2) for pp in range(3)
+    ]
+    assert verify(wide_model, ranks).verdict == "holds"
+
+
+@pytest.mark.parametrize(
+    "a, b", [("mp_rank_00_001_000", "mp_rank_01_001_001"), ("mp_rank_00_000_000", "mp_rank_01_000_001")]
+)
+def test_two_exchanged_files_are_named(wide_model: Path, ranks: Path, a: str, b: str) -> None:
+    (ranks / a).rename(ranks / "aside")
+    (ranks / b).rename(ranks / a)
+    (ranks / "aside").rename(ranks / b)
+    assert judged(wide_model, ranks)["topology.exchanged"] == f"{a}, {b}"
+
+
+def test_a_deleted_rank_is_named(wide_model: Path, ranks: Path) -> None:
+    shutil.rmtree(ranks / "mp_rank_01_002_001")
+    found = judged(wide_model, ranks)
+    assert found["topology.rank"] == "mp_rank_01_002_001"
+    assert found["presence.missing"].endswith(" tensors")
+    assert "values.bits" not in found
+    with pytest.raises(CheckpointFails, match="mp_rank_01_002_001"):
+        convert(ranks, ranks.parent / "hf")
+
+
+@pytest.mark.parametrize("by", [1, 4])
+def test_shifted_layer_numbers_of_a_stage_are_named(wide_model: Path, ranks: Path, by: int) -> None:
+    def change(root: dict[str, Any]) -> None:
+        moved = {}
+        for name, tensor in root["model"].items():
+            lead, _, rest = name.partition("decoder.layers.")
+            number, _, below = rest.partition(".")
+            moved[f"decoder.layers.{int(number) + by}.{below}" if not lead and rest else name] = tensor
+        root["model"] = moved
+
+    for path in ranks.glob("mp_rank_*_001_*"):
+        edit(path, change)
+    found = judged(wide_model, ranks)
+    assert found == {"topology.layers": "pipeline rank 1"}
+
+
+def test_turned_layer_numbers_of_a_stage_are_named(wide_model: Path, ranks: Path) -> None:
+    def change(root: dict[str, Any]) -> None:
+        moved = {}
+        for name, tensor in root["model"].items():
+            lead, _, rest = name.partition("decoder.layers.")
+            number, _, below = rest.partition(".")
+            moved[f"decoder.layers.{(int(number) + 1) % 4}.{below}" if not lead and rest else name] = tensor
+        root["model"] = moved
+
+    for path in ranks.glob("mp_rank_*_002_*"):
+        edit(path, change)
+    assert judged(wide_model, ranks)["topology.turned"] == "pipeline rank 2"
+
+
+def test_a_changed_replica_is_named_with_rank_and_tensor(wide_model: Path, ranks: Path) -> None:
+    name = "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight"
+
+    def change(root: dict[str, Any]) -> None:
+        root["model"][name][5] = 7.0
+
+    edit(ranks / "mp_rank_01_001_001", change)
+    assert judged(wide_model, ranks) == {"topology.replica": f"mp_rank_01_001_001: {name}"}
+    with pytest.raises(CheckpointFails, match="differs in 1 elements from mp_rank_00_001_000"):
+        convert(ranks, ranks.parent / "hf")
+
+
+def test_the_embedding_of_the_mtp_stage_is_a_replica(wide_model: Path, ranks: Path) -> None:
+    name = "embedding.word_embeddings.weight"
+
+    def change(root: dict[str, Any]) -> None:
+        root["model"][name].zero_()
+
+    edit(ranks / "mp_rank_00_002_000", change)
+    assert judged(wide_model, ranks) == {"topology.replica": f"mp_rank_00_002_000: {name}"}
+
+
+def test_gate_and_up_cut_as_one_are_named(wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mtpcheck.roles as module
+
+    monkeypatch.setattr(module, "Cut", lambda axis, pieces=1: module_cut(axis))
+    module_cut = __import__("mtpcheck.cut", fromlist=["Cut"]).Cut
+    convert(wide_model, tmp_path / "bad", "torch", options=Options("te", 8, topology=Topology(tp=2, etp=2)))
+    monkeypatch.undo()
+    found = judged(wide_model, tmp_path / "bad")
+    assert found["topology.unpaired"] == "linear_fc1"
+    assert found["values.bits"].endswith(" tensors")
+
+
+def test_ranks_of_another_iteration_or_run_are_named(wide_model: Path, ranks: Path) -> None:
+    edit(ranks / "mp_rank_00_001_000", lambda root: root.update(iteration=500))
+    edit(ranks / "mp_rank_01_002_001", lambda root: setattr(root["args"], "rotary_base", 1))
+    found = judged(wide_model, ranks)
+    assert found == {"topology.iteration": "mp_rank_00_001_000", "topology.args": "mp_rank_01_002_001"}
+
+
+def test_bits_that_no_mishap_explains_stay_what_they_are(wide_model: Path, ranks: Path) -> None:
+    def change(root: dict[str, Any]) -> None:
+        root["model"]["mtp.layers.1.eh_proj.weight"][0, 0] = 3.0
+
+    edit(ranks / "mp_rank_01_002_001", change)
+    report = verify(wide_model, ranks)
+    assert [f.check for f in report.failures] == ["values.bits"]
+    assert "mp_rank_01_002_001" in report.failures[0].where
+
+
+# ---- names and bad input
+
+
+def test_one_suffix_means_pp_or_ep_as_arguments_or_keys_say(tmp_path: Path) -> None:
+    for case, topology in (("moe_pp3", Topology(pp=3)), ("moe_ep2", Topology(ep=2))):
+        folder = Path(shutil.copytree(SAMPLES / "core-0.16.1" / case / "torch", tmp_path / case))
+        for path in folder.rglob("mp_rank*"):
+            edit(
+                path,
+                lambda root: [vars(root["args"]).pop(key) for key in Topology().args() if key in vars(root["args"])],
+            )
+        found = open_checkpoint(folder)
+        assert found.ranks is not None and found.ranks.ranks.topology == topology
+        assert read(read_tensor_map(found)) == read(open_map(SAMPLES / "core-0.16.1" / "moe_tp1" / "torch_dist"))
+
+
+def test_an_iteration_can_be_chosen(tmp_path: Path) -> None:
+    source = SAMPLES / "core-0.16.1" / "moe_tp2" / "torch"
+    root = Path(shutil.copytree(source, tmp_path / "root"))
+    shutil.copytree(root / "iter_0000001", root / "iter_0000200")
+    edit(root / "iter_0000200" / "mp_rank_00", lambda root: root["model"]["mtp.layers.0.hnorm.weight"].zero_())
+    assert verify(source, root, iteration=1).verdict == "holds"
+    with pytest.raises(UsageError, match=r"has no iteration 7 \(there: iter_0000001, iter_0000200\)"):
+        open_checkpoint(root, 7)
+    assert verify(source, root / "iter_0000200").verdict == "fails"
+
+
+@pytest.mark.parametrize("what, match", [
+    ("cut", "not a sound zip|damaged"), ("list", "holds no mapping"), ("empty", "holds no 'model'"),
+    ("names", "names of several forms"),
+])  # fmt: skip
+def test_bad_rank_files_get_one_sentence(tmp_path: Path, what: str, match: str) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "core-0.16.1" / "dense_tp2" / "torch", tmp_path / "copy")) / "iter_0000001"
+    path = folder / "mp_rank_01" / FILE
+    if what == "cut":
+        path.write_bytes(path.read_bytes()[:-5000])
+    elif what == "list":
+        torch.save([1], path)
+    elif what == "empty":
+        torch.save({"args": None}, path)
+    else:
+        (folder / "mp_rank_01").rename(folder / "mp_rank_01_000")
+    with pytest.raises(FormatError, match=match):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("flags, why", [
+    ({"tp": 3}, "3"), ({"tp": 16}, "8 query groups cannot be cut into TP 16"), ({"pp": 5}, "cannot be dealt out"),
+    ({"ep": 3}, "8 experts cannot be cut into EP 3"), ({"pp": 2, "vpp": 4}, "no multiples of VPP 4"),
+    ({"pp": 2, "layout": "Et*12|m|L"}, "has 3 stages"), ({"pp": 2, "layout": "Et*12|mL"}, "2 × m"),
+    ({"pp": 3, "layout": "Et*12|m|mL"}, "spreads MTP layers"),
+    ({"pp": 2, "layout": "Ex*12|mmL"}, "expected the letters"),
+    ({"pp": 2, "layout": "Et*99999999|mmL"}, "more than 10000"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused_with_the_reason(wide_model: Path, tmp_path: Path, flags: Any, why: str) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=why):
+        convert(wide_model, tmp_path / "new", "torch", options=Options(vocab_multiple=8, topology=Topology(**flags)))
+    assert not (tmp_path / "new").exists()
