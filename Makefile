@@ -8,7 +8,7 @@ VENV_019 ?= .venv-019
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup roundtrip test interop-019 lint format fixtures bench clean
+.PHONY: setup roundtrip test test-all interop-019 lint format fixtures bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ roundtrip: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+# also every topology that megatron-core is made to load, one process a rank
+test-all: $(STAMP)
+	MTPCHECK_ALL=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests
 
 interop-019: $(VENV_019)/.installed
 	$(VENV_019)/bin/python -m pytest tests/interop/core_019.py

@@ -67,11 +67,15 @@ def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
         hf = read_hf(folder)
         return Checkpoint(path, folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
     if is_torch(folder):
-        ranks = read_torch(folder, load_dialect())
+        own = read_torch(folder, load_dialect())
         return Checkpoint(
-            path, folder, "torch", ranks.tensors, args=ranks.ranks.args and dict(ranks.ranks.args), ranks=ranks,
-            passed_over=ranks.passed_over, findings=tuple(ranks.findings), manifest=read_manifest(folder),
+            path, folder, "torch", own.tensors, args=own.ranks.args, ranks=own,
+            passed_over=own.passed_over, findings=tuple(own.findings), manifest=read_manifest(folder),
         )  # fmt: skip
+    if ranks := sorted(path.name for path in folder.glob("mp_rank_*")):
+        raise FormatError(
+            f"{folder}: {ranks[0]} and other folders of ranks hold no model_optim_rng.pt; copy them again"
+        )
     what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
     raise FormatError(f"{folder}: not a checkpoint: {what}")
 

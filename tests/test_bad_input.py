@@ -399,7 +399,7 @@ def test_item_is_not_what_it_should_be(
         (lambda path: (shutil.rmtree(path), path.write_text("x")), ("is a file", "folder")),
         (lambda path: (shutil.rmtree(path), path.mkdir()), ("not a checkpoint", "empty")),
         (lambda path: [p.unlink() for p in path.iterdir() if "token" not in p.name], ("not a checkpoint", "no config")),
-        (lambda path: (shutil.rmtree(path), (path / "mp_rank_00").mkdir(parents=True)), ("mp_rank_", "torch_dist")),
+        (lambda path: (shutil.rmtree(path), (path / "mp_rank_00").mkdir(parents=True)), ("mp_rank_00", "_rng.pt")),
     ],
     ids=["missing", "a file", "empty", "junk", "per rank"],
 )  # fmt: skip
@@ -702,14 +702,14 @@ def test_crash_while_writing(
     def crash(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr("mtpcheck.convert.write_manifest", crash)
+    monkeypatch.setattr("mtpcheck.megatron.write_manifest", crash)
     outcome = cli(command, *arguments(command, place))
     assert (outcome.code, outcome.out, place.left_behind) == (code, "", [])
 
 
 def test_keep_is_emptied_after_a_failure(yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     place = yard("qwen2_mtp")
-    monkeypatch.setattr("mtpcheck.convert.write_manifest", lambda *_: 1 // 0)
+    monkeypatch.setattr("mtpcheck.megatron.write_manifest", lambda *_: 1 // 0)
     assert cli("roundtrip", place.source, "--keep", place.target).code == 2
     assert place.left_behind == []
     place.target.mkdir()

@@ -65,7 +65,7 @@ def patch_for_cpu() -> None:
         moe_utils.te_general_gemm = None
 
 
-def transformer_config(args: Any, spec: str) -> Any:
+def transformer_config(args: Any, spec: str, **parallel: Any) -> Any:
     """Megatron-LM's `core_transformer_config_from_args` for the settings that say what model this is."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -126,6 +126,7 @@ def transformer_config(args: Any, spec: str) -> Any:
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
+        **parallel,
     }
     return (MLATransformerConfig if args.multi_latent_attention else TransformerConfig)(**settings)
 
@@ -204,16 +205,18 @@ def plain_attention() -> type:
     return PlainAttention
 
 
-def build(args: Any, spec: str) -> Any:
-    """Megatron-LM's `gpt_builder`: a GPTModel with its MTP block."""
+def build(args: Any, spec: str, chunk: int | None = None, **parallel: Any) -> Any:
+    """Megatron-LM's `gpt_builder`: a GPTModel with its MTP block, or one chunk of it on this rank."""
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     te = spec == "te"
-    config = transformer_config(args, spec)
+    config = transformer_config(args, spec, **parallel)
+    stage = {"ignore_virtual": False, "vp_stage": chunk}
     if args.num_experts is not None:
         block = gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=te, normalization=args.normalization
+            config, use_transformer_engine=te, normalization=args.normalization, vp_stage=chunk
         )
         if args.multi_latent_attention and not te:
             for layer in block.layer_specs:
@@ -231,7 +234,12 @@ def build(args: Any, spec: str) -> Any:
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
-        mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(config, mtp_block, use_transformer_engine=te),
+        mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, mtp_block, use_transformer_engine=te, vp_stage=chunk
+        ),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        vp_stage=chunk,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
