@@ -34,6 +34,8 @@ class Checkpoint:
     args: Mapping[str, Any] | None = None
     """Training arguments (Megatron); None if the checkpoint stores none."""
     hf: HfFolder | None = None
+    fsdp: bool = False
+    """Saved by Megatron-FSDP (``torch_dist``)."""
     ranks: RankFolder | None = None
     """The files of every rank (``torch``)."""
     manifest: Manifest | None = None
@@ -61,7 +63,7 @@ def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
         found = read_torch_dist(folder, load_dialect().prefixes)
         return Checkpoint(
             path, folder, "torch_dist", found.tensors,
-            args=found.args, passed_over=found.passed_over, manifest=read_manifest(folder),
+            args=found.args, passed_over=found.passed_over, fsdp=found.fsdp, manifest=read_manifest(folder),
         )  # fmt: skip
     if is_hf(folder):
         hf = read_hf(folder)

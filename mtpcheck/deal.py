@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 
 from mtpcheck.dialect import Dialect, KeyForm
@@ -70,21 +70,18 @@ class Dealer:
             chunks = range(rank.pp, len(stages), self.topology.pp)
             yield rank, [self._model(rank, stages[i], rows[i]) for i in chunks]
 
+    @cached_property
+    def _rows(self) -> list[tuple[Address, Row]]:
+        rows = self.dialect.rows(self.tensor_map.model, self.padded_vocab, self.form).rows
+        return [(self.dialect.address(row.name), row) for row in rows]
+
     def _of_stage(self, stage: Stage) -> list[tuple[Address, Row]]:
         """Rows of one stage, in the order of the model; where it holds a tied embedding as its head, that one too."""
-        chosen: list[tuple[Address, Row]] = []
-        for row in self._rows:
-            address = self.dialect.address(row.name)
-            if self._holds(stage, address):
-                chosen.append((address, row))
+        chosen = [(address, row) for address, row in self._rows if self._holds(stage, address)]
         if stage.head and not stage.embedding and self.tensor_map.facts["tied"]:
-            row = next(row for row in self._rows if row.name == _EMBEDDING)
-            chosen.append((self.dialect.address(_HEAD), row))
+            embedding = next(row for _, row in self._rows if row.name == _EMBEDDING)
+            chosen.append((self.dialect.address(_HEAD), embedding))
         return chosen
-
-    @property
-    def _rows(self) -> list[Row]:
-        return self.dialect.rows(self.tensor_map.model, self.padded_vocab, self.form).rows
 
     def _holds(self, stage: Stage, address: Address) -> bool:
         if address.lead:

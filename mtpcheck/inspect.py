@@ -20,6 +20,7 @@ class Inspection:
     path: str
     layout: str
     topology: str
+    fsdp: bool
     family: str
     tensors: int
     nbytes: int
@@ -64,6 +65,7 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
         path=str(path),
         layout=checkpoint.layout,
         topology=str(checkpoint.ranks.ranks.topology) if checkpoint.ranks else "",
+        fsdp=checkpoint.fsdp,
         family=tensor_map.family,
         tensors=len(checkpoint.tensors),
         nbytes=checkpoint.nbytes,

@@ -16,7 +16,7 @@ from typing import Any
 
 from mtpcheck.errors import UsageError
 
-_MOST_STAGES = 10_000  # a layout from an untrusted file may multiply without end
+_MOST_STAGES, _MOST_RANKS = 10_000, 1_000_000  # sizes from an untrusted file may multiply without end
 _REPEAT = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 
@@ -75,7 +75,10 @@ class Topology:
         TP 2, EP 2 and ETP 1 there is (0, 0) and (1, 1). Raises UsageError where two expert shards share one name.
         """
         pairs: dict[tuple[int, int], int] = {}
-        for process in range(lcm(self.tp, self.ep * self.etp)):
+        processes = lcm(self.tp, self.ep * self.etp)
+        if processes * self.pp > _MOST_RANKS:
+            raise UsageError(f"{self}: more than {_MOST_RANKS:,} ranks")
+        for process in range(processes):
             pair = process % self.tp, process // self.etp % self.ep
             if pairs.setdefault(pair, process % self.etp) != process % self.etp:
                 raise UsageError(
@@ -187,10 +190,12 @@ def topology_of_args(args: Mapping[str, Any]) -> Topology:
 
 
 def _spelled(layout: Any) -> str:
-    """A layout given as lists of layer kinds, in letters; empty if it is none."""
+    """A layout given as lists of layer kinds, in letters; "?" for what cannot be understood."""
     letters = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-    if not isinstance(layout, list) or not all(isinstance(stage, list) for stage in layout):
+    if layout is None:
         return ""
+    if not isinstance(layout, list) or not all(isinstance(stage, list) for stage in layout):
+        return "?"
     kinds = [[letters.get(str(kind).lower(), "?") for kind in stage] for stage in layout]
     return "|".join("".join(stage) for stage in kinds)
 

@@ -75,7 +75,8 @@ def summary(checkpoint: Checkpoint, tensor_map: TensorMap, *via: str) -> str:
 def layout_of(checkpoint: Checkpoint) -> str:
     """The layout, with the topology of rank files."""
     ranks = checkpoint.ranks
-    return checkpoint.layout if ranks is None else f"{checkpoint.layout} ({ranks.ranks.topology})"
+    beside = str(ranks.ranks.topology) if ranks else "Megatron-FSDP" if checkpoint.fsdp else ""
+    return f"{checkpoint.layout} ({beside})" if beside else checkpoint.layout
 
 
 def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool) -> None:
@@ -175,7 +176,8 @@ def _add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> li
     found = [finding for checkpoint in sides for finding in check_ranks(checkpoint)]
     bits = [f for f in values if f.check == "values.bits"]
     subjects = {f.subject for f in bits}
-    differing = {part: ref for part, ref in b.tensor_map.parts.items() if a.tensor_map.names.get(part) in subjects}
+    names = b.tensor_map.names
+    differing = {part: name for part, name in names.items() if a.tensor_map.names.get(part) in subjects}
     if cause := next(explain(b.checkpoint, a.tensor_map, differing), None):
         found.append(cause)
         one = failure("values.bits", f"{len(bits):,} tensors", f"differ, all of them because of {cause.check}")

@@ -7,18 +7,20 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 if __name__ == "__main__":  # run as a script, the tests are no package
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.bench.bench import PeakMemory, convert, import_all, verify
+from tests.bench.bench import PeakMemory, convert, import_all, to_ranks, verify
 from tests.bench.generate import generate
 
-GB = 2.0
+GB = 2.3  # one rank file of it is larger than a signed 32-bit number counts
 LIMIT = 300e6
 
 
@@ -29,8 +31,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
-def test_two_gigabytes_convert_and_verify_in_300_megabytes(disk: Path) -> None:
-    source, there, back = disk / "source", disk / "there", disk / "back"
+@pytest.mark.parametrize("layout", ["torch_dist", "torch"])
+def test_two_gigabytes_convert_and_verify_in_300_megabytes(disk: Path, layout: str) -> None:
+    source, there, back = disk / "source", disk / ("ranks1" if layout == "torch" else "there"), disk / "back"
     assert abs(generate(source, GB) - GB * 1e9) < 0.05 * GB * 1e9
     # its own process: memory that other tests have used and freed would hide what these take
     worker = subprocess.run([sys.executable, __file__, source, there, back], stdout=subprocess.PIPE, check=True)
@@ -40,13 +43,20 @@ def test_two_gigabytes_convert_and_verify_in_300_megabytes(disk: Path) -> None:
     files = sorted(path.name for path in source.iterdir())
     assert sorted(path.name for path in back.iterdir()) == files
     assert filecmp.cmpfiles(source, back, files, shallow=False) == (files, [], [])
+    if layout == "torch":
+        (file,) = there.rglob("*.pt")
+        assert file.stat().st_size > 1 << 31
+        with zipfile.ZipFile(file) as zipped:
+            assert zipped.testzip() is None
+        state = torch.load(file, weights_only=False, mmap=True)
+        assert state["model"]["output_layer.weight"].shape[1] == state["args"].hidden_size
 
 
 def main(source: Path, there: Path, back: Path) -> None:
     """Print the peak of each phase, in bytes above what the imports take."""
     import_all()
     phases: dict[str, tuple[Callable[[Path, Path], None], Path, Path]] = {
-        "there": (convert, source, there),
+        "there": (to_ranks if there.name == "ranks1" else convert, source, there),
         "back": (convert, there, back),
         "verify": (verify, source, there),
     }

@@ -15,7 +15,7 @@ import torch
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
-from mtpcheck.errors import CheckpointFails, FormatError, UnsupportedError, UsageError
+from mtpcheck.errors import CheckpointFails, FormatError, MtpcheckError, UnsupportedError, UsageError
 from mtpcheck.megatron import Options, dealer
 from mtpcheck.proof import prove
 from mtpcheck.roundtrip import roundtrip
@@ -495,6 +495,37 @@ def test_bad_rank_files_get_one_sentence(tmp_path: Path, what: str, match: str) 
         (folder / "mp_rank_01").rename(folder / "mp_rank_01_000")
     with pytest.raises(FormatError, match=match):
         open_checkpoint(folder)
+
+
+def test_a_rank_too_many_is_named(wide_model: Path, ranks: Path) -> None:
+    shutil.copytree(ranks / "mp_rank_01_000_001", ranks / "mp_rank_02_000_000")
+    assert judged(wide_model, ranks) == {"topology.rank": "mp_rank_02_000_000"}
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 10_000, "expert_model_parallel_size": 9_999, "expert_tensor_parallel_size": 9_998},
+    {"tensor_model_parallel_size": "2"}, {"tensor_model_parallel_size": -1}, {"num_experts": 10**9},
+    {"pipeline_model_parallel_layout": "Et*9999|" * 999}, {"pipeline_model_parallel_layout": [["decoder"], 3]},
+    {"pipeline_model_parallel_size": 3}, {"expert_tensor_parallel_size": 3}, {"kv_lora_rank": None},
+    {"num_layers": "x"}, {"num_layers": 10**12},
+    {"virtual_pipeline_model_parallel_size": 7}, {"tensor_model_parallel_size": 1}, {"expert_model_parallel_size": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", HOSTILE, ids=lambda changed: str(changed)[:40])
+def test_hostile_sizes_are_refused_or_found_and_nothing_hangs(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "core-0.16.1" / "moe_tp2" / "torch", tmp_path / "copy"))
+    for path in folder.rglob("mp_rank_*"):
+        edit(path, lambda root: vars(root["args"]).update(changed))
+    source = SAMPLES / "core-0.16.1" / "moe_tp1" / "torch_dist"
+    try:
+        report = verify(source, folder)
+    except MtpcheckError as error:
+        assert str(error)
+    else:
+        harmless = {"virtual_pipeline_model_parallel_size", "tensor_model_parallel_size"}
+        told = report.verdict == "fails" or "topology.args" in {f.check for f in report.findings}
+        assert told or changed.keys() <= harmless
 
 
 @pytest.mark.parametrize("flags, why", [

@@ -125,3 +125,16 @@ def test_two_families_that_fit_are_named_and_not_chosen_between() -> None:
         read_tensor_map(open_checkpoint(source))
     qwen, mimo = (read_tensor_map(open_checkpoint(source), name) for name in ("qwen2", "mimo"))
     assert read(qwen) == read(mimo)
+
+
+def test_megatron_fsdp_s_names_give_the_same_map_and_export() -> None:
+    """The sample is emulated: names and uneven shards are those of megatron-core's source, its writer is torch's."""
+    source = SAMPLES / "core-0.16.1" / "dense_fsdp_emulated" / "fsdp_dtensor"
+    opened = open_checkpoint(source)
+    assert (opened.layout, opened.fsdp) == ("torch_dist", True)
+    found = open_map(source)
+    assert found.findings == ()
+    assert read(found) == read(open_map(parent(SAMPLES / "dense_tp1")))
+    report = verify(parent(SAMPLES / "dense_tp1"), source, "qwen2")
+    assert report.verdict == "holds", report.findings
+    assert "torch_dist (Megatron-FSDP)" in report.summary

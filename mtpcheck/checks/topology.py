@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import compare_all
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import MtpcheckError
-from mtpcheck.layouts.torch_ranks import RankFolder, Reading, assemble
+from mtpcheck.layouts.torch_ranks import RankFolder, Ranks, Reading, assemble
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import of_group
-from mtpcheck.tensormap import TensorMap, TensorRef, read_like
+from mtpcheck.tensormap import TensorMap, read_like
 
 
 def check_ranks(checkpoint: Checkpoint, progress: Progress | None = None) -> list[Finding]:
@@ -53,26 +54,39 @@ class _Theory:
     """Something that may have happened, and how the files would read before it did."""
 
     finding: Finding
-    folder: RankFolder
+    ranks: Ranks
+    reading: Reading = field(default_factory=Reading)
 
 
-def explain(checkpoint: Checkpoint, reference: TensorMap, differing: Mapping[str, TensorRef]) -> Iterator[Finding]:
+_MOST_THEORIES = 500  # each takes a pass over all names; a run of thousands of ranks has millions of pairs
+
+
+def explain(checkpoint: Checkpoint, reference: TensorMap, differing: Mapping[str, str]) -> Iterator[Finding]:
     """The one mishap with ranks that explains every differing bit, if there is one.
 
-    ``differing``: parts of the checkpoint whose bits are not the reference's. Each theory is another way to read
-    the same files, and is held if all parts then equal the reference's.
+    ``differing``: parts of the checkpoint whose bits are not the reference's → the stored tensor each lies in. Every
+    theory is another way to read the same files, and is held if all parts then equal the reference's.
     """
     if checkpoint.ranks is None or not differing:
         return
-    part, ref = min(differing.items(), key=lambda item: item[1].nbytes)
-    for theory in _theories(checkpoint.ranks, part, ref):
-        tensor_map = read_like(replace(checkpoint, tensors=theory.folder.tensors, ranks=theory.folder), reference)
-        if _agree(reference, tensor_map, [part]) and _agree(reference, tensor_map, list(reference.parts)):
+    part = min(differing, key=lambda part: reference.parts[part].nbytes)
+    files = {box.source.name for box in checkpoint.tensors[differing[part]].plan.boxes if box.source}
+    for theory in islice(_theories(checkpoint.ranks.ranks, files), _MOST_THEORIES):
+        first = _holds(theory, checkpoint, reference, [part], {differing[part]})
+        if first and _holds(theory, checkpoint, reference, list(reference.parts), None):
             yield theory.finding
             return
 
 
-def _agree(reference: TensorMap, other: TensorMap, parts: list[str]) -> bool:
+def _holds(
+    theory: _Theory, checkpoint: Checkpoint, reference: TensorMap, parts: list[str], only: set[str] | None
+) -> bool:
+    """Whether ``parts`` equal the reference's if the theory does."""
+    try:
+        folder = assemble(theory.ranks, load_dialect(), theory.reading, only)
+    except MtpcheckError:
+        return False
+    other = read_like(replace(checkpoint, tensors=folder.tensors, ranks=folder), reference)
     pairs = []
     for part in parts:
         if part not in other.parts and part in reference.copies:
@@ -84,47 +98,28 @@ def _agree(reference: TensorMap, other: TensorMap, parts: list[str]) -> bool:
     return not compare_all(pairs)
 
 
-def _theories(ranks: RankFolder, part: str, ref: TensorRef) -> Iterator[_Theory]:
-    dialect = load_dialect()
-    try:
-        unpaired = assemble(ranks.ranks, dialect, Reading(paired=False))
-    except MtpcheckError:
-        unpaired = None
-    if unpaired is not None:
-        what = "gate and up were cut as one tensor; Megatron cuts each of them for every rank"
-        cause = "the whole of gate over up was split by rows"
-        yield _Theory(failure("topology.unpaired", "linear_fc1", what, cause=cause), unpaired)
-    for stage in range(ranks.ranks.topology.pp * ranks.ranks.topology.vpp):
-        yield from _turned(ranks, stage)
-    yield from _exchanged(ranks, {box.source.name for box in ref.plan.boxes if box.source})
-
-
-def _turned(ranks: RankFolder, stage: int) -> Iterator[_Theory]:
-    dialect, pp = load_dialect(), ranks.ranks.topology.pp
-    most = max(len(model) for found in ranks.ranks.files.values() for model in found.models)
-    for turn in range(1, min(4, most)):
-        folder = assemble(ranks.ranks, dialect, Reading(turned={stage: turn}))
-        where = f"pipeline rank {stage % pp}" + f", chunk {stage // pp}" * (ranks.ranks.topology.vpp > 1)
-        what = f"numbers its decoder layers {turn} too high, going round"
-        cause = "an offset was added that belongs to another stage"
-        yield _Theory(failure("topology.turned", where, what, cause=cause), folder)
-
-
-def _read_by(files: set[str], rank: str) -> bool:
-    return any(Path(file).parent.name == rank for file in files)
-
-
-def _exchanged(ranks: RankFolder, involved: set[str]) -> Iterator[_Theory]:
-    """Pairs of files, one of which the differing part was read from."""
-    files = ranks.ranks.files
-    for a in files:
-        for b in files:
-            if a < b and any(_read_by(involved, files[rank].name) for rank in (a, b)):
-                swapped = {**files, a: files[b], b: files[a]}
-                try:
-                    folder = assemble(replace(ranks.ranks, files=swapped), load_dialect())
-                except MtpcheckError:
-                    continue
-                names = f"{files[a].name}, {files[b].name}"
-                what = "stand in each other's place"
-                yield _Theory(failure("topology.exchanged", names, what, cause="the two files were exchanged"), folder)
+def _theories(ranks: Ranks, involved: set[str]) -> Iterator[_Theory]:
+    """What may have happened to a tensor that was read from the files ``involved``."""
+    what = "gate and up were cut as one tensor; Megatron cuts each of them for every rank"
+    finding = failure("topology.unpaired", "linear_fc1", what, cause="the whole of gate over up was split by rows")
+    yield _Theory(finding, ranks, Reading(paired=False))
+    topology = ranks.topology
+    for stage in range(topology.pp * topology.vpp):
+        chunk = f", chunk {stage // topology.pp}" if topology.vpp > 1 else ""
+        for turn in (1, 2, 3):
+            finding = failure(
+                "topology.turned", f"pipeline rank {stage % topology.pp}{chunk}",
+                f"numbers its decoder layers {turn} too high, going round",
+                cause="an offset was added that belongs to another stage",
+            )  # fmt: skip
+            yield _Theory(finding, ranks, Reading(turned={stage: turn}))
+    names = {Path(file).parent.name for file in involved}
+    for a, b in combinations(sorted(ranks.files), 2):
+        first, second = ranks.files[a], ranks.files[b]
+        near = a.pp == b.pp or (a.tp, a.ep) == (b.tp, b.ep)
+        if near and {first.name, second.name} & names:
+            finding = failure(
+                "topology.exchanged", f"{first.name}, {second.name}", "stand in each other's place",
+                cause="the two files were exchanged",
+            )  # fmt: skip
+            yield _Theory(finding, replace(ranks, files={**ranks.files, a: second, b: first}))

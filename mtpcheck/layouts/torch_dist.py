@@ -5,6 +5,9 @@ __<rank>_<n>.distcp  the chunks, each a small torch.save zip
 common.pt            arguments and counters (megatron-core up to 0.18)
 common_state/...     the same as a bytes entry of the .distcp files (from 0.19)
 metadata.json        names the format; written last
+
+Megatron-FSDP saves through plain torch.distributed.checkpoint, with neither of the last two: keys start with
+``model.module.`` and the arguments are an entry of their own.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from mtpcheck.tensormap import DTYPE_BITS, TensorRef
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON_STATE = "common_state/"
+_FSDP = "model.module."
 _TRAINING = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
 
 
@@ -42,6 +46,8 @@ class TorchDistFolder:
     tensors: dict[str, TensorRef]
     passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What is no model weight: kind → (entries, bytes)."""
+    fsdp: bool = False
+    """Saved by Megatron-FSDP."""
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -54,14 +60,18 @@ def read_torch_dist(folder: Path, prefixes: tuple[str, ...]) -> TorchDistFolder:
     ``prefixes`` are wrappers that may stand before model keys. Raises FormatError where the files contradict
     themselves, UnsupportedError for another backend.
     """
-    _check_backend(folder)
+    if not (folder / ".metadata").is_file():
+        raise FormatError(f"{folder}: no .metadata; copy the hidden file too")
     metadata = _read_metadata(folder / ".metadata")
+    fsdp = any(str(key).startswith(_FSDP) for key in metadata.state_dict_metadata)
+    if not fsdp or (folder / "metadata.json").is_file():
+        _check_backend(folder)
     try:
         items = _items(folder, metadata)
         tensors, passed_over = _entries(folder, metadata.state_dict_metadata, items, prefixes)
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise FormatError(f"{folder / '.metadata'}: malformed ({type(error).__name__}: {error})") from None
-    return TorchDistFolder(_args(folder, items), tensors, passed_over)
+    return TorchDistFolder(_args(folder, items), tensors, passed_over, fsdp)
 
 
 def _entries(
@@ -97,8 +107,6 @@ def _check_backend(folder: Path) -> None:
     backend = read_json(path, "").get("sharded_backend")
     if backend != "torch_dist":
         raise UnsupportedError(f"{path}: sharded_backend is {backend!r}; only 'torch_dist' can be read")
-    if not (folder / ".metadata").is_file():
-        raise FormatError(f"{folder}: no .metadata; copy the hidden file too")
 
 
 def _read_metadata(path: Path) -> Any:
@@ -206,16 +214,16 @@ def _dtype(entry: Any) -> Any:
 
 
 def _args(folder: Path, items: Mapping[str, list[tuple[Shape | None, Item]]]) -> dict[str, Any] | None:
-    """The training arguments, from either place; None if nobody stored any."""
+    """The training arguments, from any of three places; None if nobody stored any."""
     path = folder / "common.pt"
+    state: Any = None
     if path.is_file():
         file = LocalFile(path)
         state = read_archive(file, 0, file.size, str(path), foreign=True).root
-    else:
-        item = next((own[0][1] for key, own in items.items() if key.startswith(_COMMON_STATE)), None)
-        if item is None:
-            return None
+    elif item := next((own[0][1] for key, own in items.items() if key.startswith(_COMMON_STATE)), None):
         root = item.archive("common_state", foreign=True).root
         state = root[0] if isinstance(root, list) and root else None
+    elif "args" in items:
+        state = {"args": items["args"][0][1].archive("args", foreign=True).root}
     args = state.get("args") if isinstance(state, dict) else None
     return {k: v for k, v in vars(args).items() if k != "args"} if isinstance(args, Record) else None

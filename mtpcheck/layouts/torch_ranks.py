@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -23,11 +23,11 @@ from mtpcheck.dialect import Dialect
 from mtpcheck.errors import FamilyError, FormatError, MtpcheckError, UsageError
 from mtpcheck.expr import evaluate
 from mtpcheck.facts import facts_from_args
-from mtpcheck.files import LocalFile
+from mtpcheck.files import LocalFile, inside
 from mtpcheck.layouts.items import elements_of
 from mtpcheck.layouts.zipstore import Archive, Record, StoredTensor, read_archive
 from mtpcheck.plan import Plan
-from mtpcheck.report.finding import Finding, failure
+from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.roles import Address
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
 from mtpcheck.topology import Rank, Topology, topology_of_args
@@ -130,18 +130,23 @@ def is_torch(folder: Path) -> bool:
 
 def read_torch(folder: Path, dialect: Dialect) -> RankFolder:
     """Open every rank file of an iteration folder. Raises FormatError where one cannot be read."""
-    ranks, files = _open(folder)
+    files, topology = _open(folder)
+    args = next((found.args for found in files.values() if found.args is not None), None)
+    known = {rank: found for rank, found in files.items() if _is_in(rank, topology)}
+    if not known:
+        raise FormatError(f"{folder}: the arguments say {topology}, and no file is named as one of its ranks")
+    ranks = Ranks(known, topology, args)
     found = assemble(ranks, dialect)
     findings = [*_strangers(folder, ranks.topology, files, dialect), *found.findings]
     return replace(found, findings=findings, passed_over=_passed_over(files, found))
 
 
-def _open(folder: Path) -> tuple[Ranks, dict[Rank, RankFile]]:
+def _open(folder: Path) -> tuple[dict[Rank, RankFile], Topology]:
     files: dict[tuple[int, ...], RankFile] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
         if match and (path / FILE).is_file():
-            file = LocalFile(path / FILE)
+            file = LocalFile(inside(folder, f"{path.name}/{FILE}"))
             archive = read_archive(file, 0, file.size, str(file.path), foreign=True)
             if not isinstance(archive.root, dict):
                 raise FormatError(f"{file.path}: not a Megatron checkpoint: the pickle holds no mapping")
@@ -150,8 +155,13 @@ def _open(folder: Path) -> tuple[Ranks, dict[Rank, RankFile]]:
         raise FormatError(f"{folder}: the mp_rank folders have names of several forms; two checkpoints lie in one")
     args = next((found.args for found in files.values() if found.args is not None), None)
     topology, pipelined = _topology(files, args or {})
-    by_rank = {_rank(numbers, pipelined): found for numbers, found in files.items()}
-    return Ranks(by_rank, topology, args), by_rank
+    if topology.pp == 1 and (several := next((f for f in files.values() if len(f.models) > 1), None)):
+        raise FormatError(f"{several.file.path}: holds several model chunks, and there is one pipeline rank")
+    return {_rank(numbers, pipelined): found for numbers, found in files.items()}, topology
+
+
+def _is_in(rank: Rank, topology: Topology) -> bool:
+    return rank.tp < topology.tp and rank.pp < topology.pp and rank.ep < topology.ep
 
 
 def _rank(numbers: tuple[int, ...], pipelined: bool) -> Rank:
@@ -180,8 +190,13 @@ def _topology(files: Mapping[tuple[int, ...], RankFile], args: Mapping[str, Any]
 # ---- shares → tensors
 
 
-def assemble(ranks: Ranks, dialect: Dialect, reading: Reading | None = None) -> RankFolder:
-    """Put the shares of all ranks together. What a missing rank would hold is left out, and found missing."""
+def assemble(
+    ranks: Ranks, dialect: Dialect, reading: Reading | None = None, only: Collection[str] | None = None
+) -> RankFolder:
+    """Put the shares of all ranks together, or those of the tensors named in ``only``.
+
+    What a missing rank would hold is left out.
+    """
     reading = reading or Reading()
     facts = _facts(ranks, dialect)
     findings: list[Finding] = []
@@ -193,11 +208,13 @@ def assemble(ranks: Ranks, dialect: Dialect, reading: Reading | None = None) -> 
             stage = chunk * ranks.topology.pp + rank.pp
             turn = reading.turned.get(stage, 0)
             for address, held in _held(ranks, rank, found, model, dialect, starts[stage], turn, facts):
+                name = _EMBEDDING if facts.get("tied") and address.name() == _HEAD else address.name()
+                if only is not None and name not in only:
+                    continue
                 cut = _cut(address, held, ranks.topology, facts)
                 if cut is not None and not reading.paired:
                     cut = Cut(cut.axis)
                 count = 1 if cut is None else ranks.topology.etp if address.expert is not None else ranks.topology.tp
-                name = _EMBEDDING if facts.get("tied") and address.name() == _HEAD else address.name()
                 cuts.setdefault(name, (cut, count))
                 shares[name][rank.tp % count].append(held)
     tensors = {name: ref for name in shares if (ref := _whole(name, shares[name], *cuts[name])) is not None}
@@ -222,7 +239,9 @@ def _starts(ranks: Ranks, dialect: Dialect, facts: Mapping[str, Any], findings: 
     stages = ranks.topology.pp * ranks.topology.vpp
     try:
         dealt = ranks.topology.stages(facts.get("layers") or 0, facts.get("mtp_layers") or 0)
-    except UsageError:
+    except UsageError as error:
+        what = f"the arguments do not tell how layers were dealt out ({error}); they were counted instead"
+        findings.append(warning("topology.args", "pipeline stages", what))
         return list(accumulate((len(own.get(stage, ())) for stage in range(stages)), initial=0))
     for stage, numbers in own.items():
         expected = list(range(len(dealt[stage].layers)))
@@ -312,7 +331,7 @@ def _cut(address: Address, held: Held, topology: Topology, facts: Mapping[str, A
         whole = evaluate(role.size, facts)
     except FamilyError:
         raise FormatError(f"{held.rank}: {held.name}: the arguments do not tell its full size") from None
-    return None if held.ref.shape[0] == whole else local
+    return None if held.ref.shape[:1] == (whole,) else local
 
 
 def _whole(name: str, shares: Mapping[int, list[Held]], cut: Cut | None, count: int) -> TensorRef | None:

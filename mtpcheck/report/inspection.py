@@ -18,9 +18,10 @@ def render(found: Inspection, console: Console) -> None:
     share = found.mtp_elements / found.elements if found.elements else 0
     depth = found.mtp_stored / (found.layers + found.mtp_stored)
     shares = f"{share:.1%} of all weights, {depth:.1%} of all layers"
+    beside = found.topology or "Megatron-FSDP" * found.fsdp
     lines = {
         "checkpoint": found.path,
-        "layout": f"{found.layout} ({found.topology})" if found.topology else found.layout,
+        "layout": found.layout + (f" ({beside})" if beside else ""),
         "family": found.family,
         "tensors": f"{found.tensors:,}, {decimal(found.nbytes)} in {found.files:,} file{'s' * (found.files != 1)}",
         "dtypes": ", ".join(f"{dtype} × {count:,}" for dtype, count in found.dtypes.items()),

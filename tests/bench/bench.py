@@ -79,6 +79,16 @@ def convert(source: Path, target: Path) -> None:
     run(source, target)
 
 
+def to_ranks(source: Path, target: Path) -> None:
+    """Into per-rank files of TP 2, or of one rank where the name says so."""
+    from mtpcheck.convert import convert as run
+    from mtpcheck.megatron import Options
+    from mtpcheck.topology import Topology
+
+    tp = 1 if target.name.endswith("1") else 2
+    run(source, target, "torch", options=Options(topology=Topology(tp=tp, etp=tp)))
+
+
 def roundtrip(source: Path, workdir: Path) -> None:
     from mtpcheck.roundtrip import roundtrip as run
 
@@ -86,12 +96,22 @@ def roundtrip(source: Path, workdir: Path) -> None:
         raise SystemExit(f"{source} did not come back as it was")
 
 
-COMMANDS: dict[str, Callable[[Path, Path], None]] = {"verify": verify, "convert": convert, "roundtrip": roundtrip}
+COMMANDS: dict[str, Callable[[Path, Path], None]] = {
+    "verify": verify,
+    "convert": convert,
+    "to_ranks": to_ranks,
+    "roundtrip": roundtrip,
+}
 
 
 def import_all() -> None:
     """Import what the commands import late, so that it is in no figure."""
-    for name in ("rich.progress", "mtpcheck.layouts.hf_writer", "mtpcheck.layouts.torch_dist_writer"):
+    for name in (
+        "rich.progress",
+        "mtpcheck.layouts.hf_writer",
+        "mtpcheck.layouts.torch_dist_writer",
+        "mtpcheck.layouts.torch_ranks_writer",
+    ):
         importlib.import_module(name)
 
 
@@ -105,7 +125,7 @@ def work(command: str, first: Path, second: Path, runs: int) -> None:
 
 
 def _timed(command: Callable[[Path, Path], None], first: Path, second: Path) -> float:
-    if command in (convert, _copy):
+    if command in (convert, to_ranks, _copy):
         shutil.rmtree(second, ignore_errors=True)
     os.sync()  # else the kernel slows down whoever comes next until it has written what is dirty
     start = time.perf_counter()
@@ -146,6 +166,10 @@ ROWS = (
     Row("convert, HF to torch_dist", "convert", "source", "there", "cp"),
     Row("convert, torch_dist to HF", "convert", "there", "back", "cp"),
     Row("verify, HF with torch_dist", "verify", "source", "there", "cmp"),
+    Row("convert, HF to torch (TP 1)", "to_ranks", "source", "ranks1", "cp"),
+    Row("convert, HF to torch (TP 2)", "to_ranks", "source", "ranks2", "cp"),
+    Row("convert, torch (TP 2) to HF", "convert", "ranks2", "back", "cp"),
+    Row("verify, HF with torch (TP 2)", "verify", "source", "ranks2", "cmp"),
     Row("roundtrip", "roundtrip", "source", ".", "cp"),
     Row("inspect, as a process", _start, "source", "."),
 )
@@ -158,6 +182,8 @@ def bench(folder: Path, nbytes: int, runs: int) -> None:
     for row in ROWS:
         print(f"{row.name} ...", file=sys.stderr)
         first, second = folder / row.first, folder / row.second
+        if row.second.startswith("ranks"):  # page cache for what comes, not for what is over
+            shutil.rmtree(folder / "there", ignore_errors=True)
         memory = ""
         if isinstance(row.command, str):
             call = [sys.executable, __file__, "--work", row.command, str(first), str(second), "--runs", str(runs)]
