@@ -214,20 +214,20 @@ def parse_layout(text: str) -> list[str]:
 
 def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int) -> Iterator[str]:
     """Why tensors of a model cannot be cut to these sizes, in words; nothing if they can."""
-    tensor = {"hidden size": "hidden", "attention heads": "heads", "feed-forward size": "ffn"}
+    tensor = {"hidden size": "hidden", "number of attention heads": "heads", "feed-forward size": "ffn"}
     if not facts.get("mla"):
-        tensor["query groups"] = "groups"
+        tensor["number of query groups"] = "groups"
     sizes = [(what, facts.get(fact) or 0, topology.tp, "TP") for what, fact in tensor.items()]
     sizes.append(("padded vocabulary", padded_vocab, topology.tp, "TP"))
     if facts.get("experts"):
         shared = (facts.get("shared_experts") or 0) * facts["expert_ffn"]
         sizes += [
-            ("experts", facts["experts"], topology.ep, "EP"),
-            ("feed-forward size of an expert", facts["expert_ffn"], topology.etp, "ETP"),
+            ("number of experts", facts["experts"], topology.ep, "EP"),
+            ("feed-forward size of experts", facts["expert_ffn"], topology.etp, "ETP"),
             ("feed-forward size of shared experts", shared, topology.tp, "TP"),
         ]
     elif topology.ep > 1:
         yield f"a dense model has no experts for EP {topology.ep}"
     for what, size, parts, name in sizes:
         if size % parts:
-            yield f"{size} {what} cannot be cut into {name} {parts}"
+            yield f"{what} {size} cannot be cut into {name} {parts}"

@@ -101,17 +101,17 @@ def compare_sides(
     _add_structure(report, a, b)
     with bar("comparing", a.checkpoint.nbytes, show_progress) as progress:
         if a.checkpoint.layout == b.checkpoint.layout == "hf":
-            found, compared = _by_name(a, b, only_mtp, progress)
+            found, compared, others = _by_name(a, b, only_mtp, progress)
         else:
-            found, compared = _by_part(a, b, only_mtp, progress, bits)
-    nbytes = sum(ref.nbytes for ref in compared.values())
+            found, compared, others = _by_part(a, b, only_mtp, progress, bits)
+    nbytes = sum(ref.nbytes for name, ref in compared.items() if name in others)
     report.add("presence", of_group(found, "presence"), _presence(a, compared))
     _add_declaration(report, a, b)
     values = _add_topology(report, a, b, of_group(found, "values"))
     report.add("values", values, f"{nbytes:,} bytes compared bit for bit")
 
 
-_Compared = tuple[list[Finding], Mapping[str, TensorRef]]
+_Compared = tuple[list[Finding], Mapping[str, TensorRef], Mapping[str, TensorRef]]
 
 
 def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
@@ -125,13 +125,13 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         known = {f.subject for f in found}
         missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
         found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
-    return found, left
+    return found, left, right
 
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right, found = _maps(a, b, only_mtp)
     found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress, bits)]
-    return found, left.parts
+    return found, left.parts, right.parts
 
 
 def _maps(a: Side, b: Side, only_mtp: bool) -> tuple[TensorMap, TensorMap, list[Finding]]:
@@ -173,15 +173,16 @@ def _add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> li
     sides = [side.checkpoint for side in (a, b) if side.checkpoint.ranks is not None]
     if not sides:
         return values
-    found = [finding for checkpoint in sides for finding in check_ranks(checkpoint)]
     bits = [f for f in values if f.check == "values.bits"]
-    subjects = {f.subject for f in bits}
-    names = b.tensor_map.names
+    subjects, names = {f.subject for f in bits}, b.tensor_map.names
     differing = {part: name for part, name in names.items() if a.tensor_map.names.get(part) in subjects}
-    if cause := next(explain(b.checkpoint, a.tensor_map, differing), None):
+    found: list[Finding] = []
+    if explained := explain(b.checkpoint, a.tensor_map, differing):
+        cause, sides[-1] = explained
         found.append(cause)
         one = failure("values.bits", f"{len(bits):,} tensors", f"differ, all of them because of {cause.check}")
         values = [one, *(f for f in values if f.check != "values.bits")]
+    found += [finding for checkpoint in sides for finding in check_ranks(checkpoint)]
     replicas = sum(len(c.ranks.replicas) for c in sides if c.ranks is not None)
     ranks = sum(len(c.ranks.ranks.files) for c in sides if c.ranks is not None)
     report.add("topology", found, f"{ranks:,} ranks; {replicas:,} replicas compared bit for bit")

@@ -61,41 +61,44 @@ class _Theory:
 _MOST_THEORIES = 500  # each takes a pass over all names; a run of thousands of ranks has millions of pairs
 
 
-def explain(checkpoint: Checkpoint, reference: TensorMap, differing: Mapping[str, str]) -> Iterator[Finding]:
-    """The one mishap with ranks that explains every differing bit, if there is one.
+def explain(
+    checkpoint: Checkpoint, reference: TensorMap, differing: Mapping[str, str]
+) -> tuple[Finding, Checkpoint] | None:
+    """The one mishap with ranks that explains every differing bit, if there is one, and the checkpoint before it.
 
     ``differing``: parts of the checkpoint whose bits are not the reference's → the stored tensor each lies in. Every
     theory is another way to read the same files, and is held if all parts then equal the reference's.
     """
     if checkpoint.ranks is None or not differing:
-        return
+        return None
     part = min(differing, key=lambda part: reference.parts[part].nbytes)
     files = {box.source.name for box in checkpoint.tensors[differing[part]].plan.boxes if box.source}
     for theory in islice(_theories(checkpoint.ranks.ranks, files), _MOST_THEORIES):
-        first = _holds(theory, checkpoint, reference, [part], {differing[part]})
-        if first and _holds(theory, checkpoint, reference, list(reference.parts), None):
-            yield theory.finding
-            return
+        fits = _read(theory, checkpoint, reference, [part], {differing[part]})
+        if fits and (before := _read(theory, checkpoint, reference, list(reference.parts), None)):
+            return theory.finding, before
+    return None
 
 
-def _holds(
+def _read(
     theory: _Theory, checkpoint: Checkpoint, reference: TensorMap, parts: list[str], only: set[str] | None
-) -> bool:
-    """Whether ``parts`` equal the reference's if the theory does."""
+) -> Checkpoint | None:
+    """The checkpoint as it reads under a theory; None unless ``parts`` then equal the reference's."""
     try:
         folder = assemble(theory.ranks, load_dialect(), theory.reading, only)
     except MtpcheckError:
-        return False
-    other = read_like(replace(checkpoint, tensors=folder.tensors, ranks=folder), reference)
+        return None
+    before = replace(checkpoint, tensors=folder.tensors, ranks=folder)
+    other = read_like(before, reference)
     pairs = []
     for part in parts:
         if part not in other.parts and part in reference.copies:
             continue
         a, b = reference.parts[part], other.parts.get(part)
         if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
+            return None
         pairs.append((part, a, b))
-    return not compare_all(pairs)
+    return None if compare_all(pairs) else before
 
 
 def _theories(ranks: Ranks, involved: set[str]) -> Iterator[_Theory]:
