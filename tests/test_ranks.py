@@ -151,7 +151,7 @@ def refusal(tensor_map: TensorMap, topology: Topology) -> str:
 def test_the_matrix_has_enough_topologies_and_names_why_others_are_refused(wide_model: Path, tmp_path: Path) -> None:
     tensor_map = read_tensor_map(open_checkpoint(wide_model))
     refused = {topology: why for topology in MATRIX if (why := refusal(tensor_map, topology))}
-    assert len(MATRIX) - len(refused) >= 60
+    assert (len(MATRIX), len(refused)) == (144, 39)  # 105 are run below
     for topology, why in refused.items():
         if topology.vpp > 1 and topology.pp == 1:
             assert why == "VPP 2 needs more than one pipeline stage" or "ETP 2 is no divisor of TP 1" in why
