@@ -228,6 +228,13 @@ def build(args: Any, spec: str, chunk: int | None = None, **parallel: Any) -> An
             qk_layernorm=args.qk_layernorm, normalization=args.normalization
         )
     mtp_block = block
+    if args.num_experts is not None and not block.layer_specs:  # a stage without decoder layers has none to copy
+        experts = {"num_experts": args.num_experts, "moe_grouped_gemm": te, "qk_layernorm": args.qk_layernorm}
+        mtp_block = (
+            gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts)
+            if te
+            else gpt_layer_specs.get_gpt_layer_local_spec(normalization=args.normalization, **experts)
+        )
     if args.multi_latent_attention and args.experimental_attention_variant == "dsa":
         *block.layer_specs, last = sparse_layers(args, block.layer_specs)
         mtp_block = dataclasses.replace(block, layer_specs=[last])
