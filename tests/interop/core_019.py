@@ -13,10 +13,15 @@ import pytest
 from safetensors.torch import load_file
 
 from mtpcheck.cli import run as cli
+from mtpcheck.convert import convert
+from mtpcheck.megatron import Options
+from mtpcheck.topology import Topology
+from mtpcheck.verify import verify
 
 from .independent import Spec, Tensors, expected_args, hf_to_megatron
 from .megatron_worker import STRICTNESS
 from .support import FIXTURES, HERE, assert_same_bits, read_hf, run
+from .test_ranks import run_ranks
 
 NAMES = ("glm4_moe", "qwen2_mtp", "llama_mtp")
 WORKER = HERE / "megatron_worker.py"
@@ -61,3 +66,19 @@ def test_of_0_16_an_extra_state_is_too_much_for_the_strictest(name: str, tmp_pat
     held, lenient = loaded(out / "assume_ok_unexpected.safetensors"), STRICTNESS[0]
     assert lenient == "assume_ok_unexpected"
     assert_same_bits(held, hf_to_megatron(read_hf(name), config, "te"))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "topology"),
+    [
+        ("qwen2_mtp", "local", Topology(tp=2, etp=2, pp=2)),
+        ("glm4_moe", "te", Topology(tp=2, etp=1, pp=2, ep=2, first=1)),
+    ],
+)
+def test_ranks(name: str, spec: Spec, topology: Topology, tmp_path: Path) -> None:
+    """Its modules call the layer inside an MTP layer by another name than 0.16's, and load no file with the old one."""
+    source = FIXTURES / name
+    convert(source, tmp_path / "ranks", "torch", options=Options(spec, 16, "0.19", topology))
+    run_ranks(tmp_path, spec, topology.tp * topology.pp)
+    report = verify(source, tmp_path / "saved")
+    assert report.verdict == "holds", report.findings
