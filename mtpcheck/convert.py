@@ -13,10 +13,11 @@ from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.topology import check_ranks
 from mtpcheck.compare import is_zero
+from mtpcheck.encoding import CODES, block_of, code_again
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.facts import config_from_facts
 from mtpcheck.family import load_family
-from mtpcheck.layouts.hf import INDEX, read_hf
+from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
 from mtpcheck.manifest import Manifest
 from mtpcheck.megatron import Options, copy_states, dealer, write_megatron
 from mtpcheck.normalise import is_quantized
@@ -112,17 +113,20 @@ def _lent_form(source: Checkpoint, like: Path) -> Manifest:
 
 # ---- before anything is written
 
+_BLOCKING = ("presence", "structure", "topology", "quantization")
+
 
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
-    if why := is_quantized(source):
+    unsound = any(f.check == "quantization.scale" for f in tensor_map.findings)
+    if (why := is_quantized(source, tensor_map.encoded)) and not unsound:
         raise UnsupportedError(
             f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
             "verify still compares two such checkpoints"
         )
     blocking = tuple(
         f for f in tensor_map.findings
-        if f.severity is Severity.FAILURE and f.check.split(".")[0] in ("presence", "structure", "topology")
+        if f.severity is Severity.FAILURE and f.check.split(".")[0] in _BLOCKING
     )  # fmt: skip
     blocking = blocking or tuple(check_ranks(source))
     if blocking:
@@ -161,6 +165,8 @@ def _write_hf(
     manifest = source.manifest
     findings: list[Finding] = []
     tensors = _hf_tensors(tensor_map, manifest.copies if manifest else {})
+    if manifest is not None:
+        tensors, findings = _coded(tensors, manifest, progress)
     form = None
     for part, state in (manifest.copies if manifest else {}).items():
         if state == "own" and part in tensor_map.copies:
@@ -180,10 +186,22 @@ def _write_hf(
     write_shards(folder, form or default_form(tensors), tensors, progress, written)
     original = manifest.config if manifest else None
     config = derived_config(tensor_map, original)
+    if original is not None and block_of(original) and not any(ref.dtype == CODES for ref in tensors.values()):
+        config.pop("quantization_config")
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
     return findings + padding_findings(tensor_map, 0)
+
+
+def _coded(
+    tensors: dict[str, TensorRef], manifest: Manifest, progress: Progress
+) -> tuple[dict[str, TensorRef], list[Finding]]:
+    """The tensors with codes in place of values, where the source had codes and the values are still theirs."""
+    entries = {name: entry for raw in manifest.headers.values() for name, entry in header_entries(raw).items()}
+    names = [name for name, (dtype, _, _) in entries.items() if dtype == CODES]
+    block = block_of(manifest.config)
+    return code_again(tensors, names, manifest.aside, block, progress) if names and block else (tensors, [])
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:

@@ -3,6 +3,7 @@
     mtpcheck/manifest.json   family, shards, copies
     mtpcheck/headers/*       the raw header of every shard: order, dtypes, shapes, metadata; no weights
     mtpcheck/files/*         config.json, index, tokenizer and all other files, as they were
+    mtpcheck/aside.safetensors   what Megatron cannot hold: scales of FP8 blocks
 
 It lends an export its *form*. Every weight, and every config key that Megatron has a word for, comes from Megatron.
 """
@@ -12,15 +13,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mtpcheck.errors import FormatError
-from mtpcheck.files import inside
-from mtpcheck.layouts.hf import HfFolder, header_entries, read_json
+from mtpcheck.files import LocalFile, inside
+from mtpcheck.layouts.hf import HfFolder, header_entries, read_header, read_json
+from mtpcheck.tensormap import TensorRef
 
-FOLDER = "mtpcheck"
+FOLDER, ASIDE = "mtpcheck", "aside.safetensors"
 _SCHEMA = 1
 
 
@@ -36,6 +38,8 @@ class Manifest:
     copies: Mapping[str, str]
     """Part that repeats another → absent, equal or own, as in the source."""
     files: tuple[str, ...]
+    aside: Mapping[str, TensorRef] = field(default_factory=dict)
+    """Values kept beside Megatron, to be used only where Megatron's own still agree with them."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,6 +88,8 @@ def read_manifest(folder: Path) -> Manifest | None:
             dict(content["copies"]),
             tuple(_plain(path, name) for name in files),
         )
+        if (root / ASIDE).is_file():
+            manifest = replace(manifest, aside=read_header(LocalFile(inside(root, ASIDE)))[1])
         for number, header in enumerate(manifest.headers.values()):
             header_entries(header, root / "headers" / f"{number}.json")
     except (KeyError, TypeError, ValueError, OSError) as error:

@@ -12,10 +12,12 @@ from mtpcheck.checkpoint import Checkpoint, Layout
 from mtpcheck.compare import differs
 from mtpcheck.deal import Dealer
 from mtpcheck.dialect import KeyForm, Mcore, load_dialect
+from mtpcheck.encoding import aside_of
 from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts
+from mtpcheck.layouts.hf import make_header
 from mtpcheck.layouts.torch_dist import TRACKER
-from mtpcheck.manifest import FOLDER, write_manifest
+from mtpcheck.manifest import ASIDE, FOLDER, write_manifest
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, note
 from mtpcheck.roles import Experts, Spec
@@ -98,10 +100,24 @@ def write_megatron(
         _write_torch_dist(tensor_map, target, args, options, progress)
     if source.hf is not None:
         write_manifest(target, source.folder, source.hf, tensor_map.family, states)
+        findings += _write_aside(tensor_map, target / FOLDER, progress)
     elif source.manifest is not None:
         shutil.copytree(source.manifest.root.parent, target / FOLDER)
     (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
     return findings
+
+
+def _write_aside(tensor_map: TensorMap, folder: Path, progress: Progress) -> list[Finding]:
+    """Keep beside Megatron what it cannot hold, and say so."""
+    from mtpcheck.layouts.hf_writer import Form, write_shards
+
+    kept = aside_of(tensor_map.encoded)
+    if not kept:
+        return []
+    write_shards(folder, Form({ASIDE: make_header(kept.items())}, None), kept, progress)
+    nbytes = sum(ref.nbytes for ref in kept.values())
+    what = f"{len(tensor_map.encoded):,} FP8 tensors are bf16 here; scales ({nbytes:,} bytes) are in {FOLDER}/{ASIDE}"
+    return [note("quantization.aside", f"{len(kept):,} tensors", what)]
 
 
 def _write_torch_dist(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.dialect import KeyForm, load_dialect
+from mtpcheck.encoding import CODES, Decoded, block_of, decode
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
 from mtpcheck.rules import MISSING, ArgRow
-from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
+from mtpcheck.tensormap import Encoded, TensorMap, TensorRef, is_mtp
 
 
 def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> TensorMap:
@@ -29,11 +30,15 @@ def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> Tensor
     return _only_fit(checkpoint)
 
 
-def is_quantized(checkpoint: Checkpoint) -> str:
-    """Why a checkpoint counts as quantized: a narrow dtype or a declaration; empty if it does not."""
-    narrow = next((n for n, ref in checkpoint.tensors.items() if ref.dtype[:2] in ("F8", "F4", "F6")), None)
+def is_quantized(checkpoint: Checkpoint, encoded: Mapping[str, Encoded]) -> str:
+    """Why a checkpoint counts as quantized in a way that cannot be decoded: a narrow dtype or a declaration; empty if
+    it does not. ``encoded`` are tensors that are decoded."""
+    refs = checkpoint.tensors.items()
+    narrow = next((n for n, ref in refs if ref.dtype[:2] in ("F8", "F4", "F6") and n not in encoded), None)
     if narrow:
         return f"{narrow} is {checkpoint.tensors[narrow].dtype}"
+    if encoded:
+        return ""
     declared = (checkpoint.config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     return f"quantization_config says {method!r}" if declared else ""
@@ -49,7 +54,7 @@ def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
     facts = facts_from_config(family.all_config, checkpoint.config, family.all_fixed)
     stored = checkpoint.tensors.keys()
     model = _with_stored_layers(family, facts, lambda layer, i: any(row.name in stored for row in layer.rows))
-    return _claim(model, model.rows, checkpoint)
+    return _claim(model, model.rows, checkpoint, decoded=decode(checkpoint))
 
 
 def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
@@ -99,7 +104,8 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
     }
     facts, findings = _own_facts(checkpoint, reference)
     model = replace(reference.model, facts={**facts, "mtp_stored": len(stored)})
-    return _claim(model, rows, checkpoint, findings)
+    decoded = decode(checkpoint) if checkpoint.layout == "hf" else None
+    return _claim(model, rows, checkpoint, findings, decoded)
 
 
 def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, Any], list[Finding]]:
@@ -109,7 +115,8 @@ def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, 
     findings: list[Finding] = []
     if checkpoint.config is not None:
         facts.update(family.all_fixed)
-        findings += check_own_config(checkpoint.config, family)
+        coded = block_of(checkpoint.config) and any(ref.dtype == CODES for ref in checkpoint.tensors.values())
+        findings += check_own_config(checkpoint.config, family, bool(coded))
         for row in family.all_config:
             _learn(row, lambda row: facts_from_config((row,), checkpoint.config or {}, facts), facts, findings)
     elif checkpoint.args is None:
@@ -158,16 +165,23 @@ def _with_stored_layers(family: Family, facts: dict[str, Any], is_stored: Callab
         facts["mtp_stored"] += 1
 
 
-def _claim(model: Model, rows: list[Row], checkpoint: Checkpoint, notes: list[Finding] | None = None) -> TensorMap:
+def _claim(
+    model: Model,
+    rows: list[Row],
+    checkpoint: Checkpoint,
+    notes: list[Finding] | None = None,
+    decoded: Decoded | None = None,
+) -> TensorMap:
     """Give every stored tensor to its row, every part its plan; what is left over either way is a finding."""
     parts: dict[str, TensorRef] = {}
     padding: dict[str, TensorRef] = {}
     names: dict[str, str] = {}
-    findings = [*checkpoint.findings, *(notes or ())]
+    decoded = decoded or Decoded(checkpoint.tensors)
+    findings = [*checkpoint.findings, *(notes or ()), *decoded.findings]
     missing: list[Finding] = []
-    left = dict.fromkeys(checkpoint.tensors)
+    left = dict.fromkeys(decoded.tensors)
     for row in rows:
-        ref = checkpoint.tensors.get(row.name)
+        ref = decoded.tensors.get(row.name)
         if ref is None:
             if not all(part in model.copies for part in row.parts):
                 missing.append(_missing(row, checkpoint))
@@ -193,7 +207,7 @@ def _claim(model: Model, rows: list[Row], checkpoint: Checkpoint, notes: list[Fi
         for name in left
     ]
     ordered = {part: parts[part] for part in model.shapes if part in parts}
-    return TensorMap(model, ordered, padding, tuple(findings), names)
+    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded)
 
 
 def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:

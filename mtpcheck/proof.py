@@ -73,7 +73,11 @@ def prove(
     report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
     needed = space_needed(a, False, dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes)
     different = list(_different(a, a_map, options, middle))
-    report.add("plan", different, f"{len(a.tensors):,} tensors read their own region again; no value node")
+    told = f"{len(a.tensors):,} tensors read their own region again; {len(a_map.encoded):,} value nodes"
+    report.add("plan", different, told)
+    if a_map.encoded:
+        what = f"{len(a_map.encoded):,} value nodes (FP8 to bf16 and back) are proved by bytes alone"
+        report.skip("quantization", what)
     report.skip("values", "no byte was read; copies were compared by shape alone")
     report.skip("acceptance", "no weight was read")
     report.include(_space(Path(workdir or tempfile.gettempdir()), needed))
@@ -125,7 +129,11 @@ def _different(a: Checkpoint, a_map: TensorMap, options: Options, middle: Layout
     for row in own:
         if row.name not in a.tensors:
             continue
-        before, rows = a.tensors[row.name].plan, [row.origin, *(origin.get(part, "") for part in row.parts)]
+        decoded = a_map.encoded.get(row.name)
+        before, rows = (
+            (decoded.values if decoded else a.tensors[row.name]).plan,
+            [row.origin, *(origin.get(part, "") for part in row.parts)],
+        )
         true_rows = row.shape(shapes)[0] if row.pad is None else shapes[row.parts[0]][0][0]
         lost = [part for part in row.parts if part not in back]
         if lost or not row.join(back, shapes).slice(0, 0, true_rows).same_bytes(before.slice(0, 0, true_rows)):

@@ -59,6 +59,16 @@ class TensorRef:
 
 
 @dataclass(frozen=True)
+class Encoded:
+    """A tensor that is stored as codes: its values, which are computed as they are read, and what they come from."""
+
+    values: TensorRef
+    codes: TensorRef
+    scales: TensorRef
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class TensorMap:
     """Parts of one checkpoint, in the order of its layers, with the model they make up.
 
@@ -71,6 +81,8 @@ class TensorMap:
     findings: tuple[Finding, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     """Part → the stored tensor it was read from, for messages."""
+    encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    """Stored tensors that hold codes and not values, by name."""
 
     @property
     def family(self) -> str:

@@ -11,6 +11,7 @@ from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
+from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
@@ -120,8 +121,8 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         trunk = _trunk_names(a)
         left = {name: ref for name, ref in left.items() if name not in trunk}
         right = {name: ref for name, ref in right.items() if name not in trunk}
-    found = list(compare_stored(left, right, progress))
-    if not is_quantized(a.checkpoint):  # a tensor that both lack is missing all the same
+    found = [with_cause(finding, left, right) for finding in compare_stored(left, right, progress)]
+    if not is_quantized(a.checkpoint, a.tensor_map.encoded):  # a tensor that both lack is missing all the same
         known = {f.subject for f in found}
         missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
         found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
@@ -166,6 +167,10 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
 def _add_structure(report: Report, a: Side, b: Side) -> None:
     findings = of_group((*a.checkpoint.findings, *b.checkpoint.findings), "structure")
     report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
+    scales = of_group((*a.tensor_map.findings, *b.tensor_map.findings), "quantization")
+    counts = [len(side.tensor_map.encoded) for side in (a, b)]
+    if scales or any(counts):
+        report.add("quantization", scales, " and ".join(f"{n:,} tensors" for n in counts) + " decoded from FP8 blocks")
 
 
 def _add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> list[Finding]:

@@ -1,0 +1,242 @@
+"""Block-scaled FP8: to bf16 as torch does it, back to the very codes, and never codes that the values are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.convert import convert
+from mtpcheck.errors import CheckpointFails
+from mtpcheck.files import LocalFile
+from mtpcheck.fp8 import Coded, Dequantized, Scaled, tables, values
+from mtpcheck.inspect import inspect
+from mtpcheck.megatron import Options
+from mtpcheck.move import read_plan
+from mtpcheck.plan import Plan
+from mtpcheck.proof import prove
+from mtpcheck.roundtrip import roundtrip
+from mtpcheck.topology import Topology
+from mtpcheck.verify import verify
+from tests import coded
+from tests.test_roundtrip import sha256
+
+CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+RANKS = Options("local", topology=Topology(tp=2, etp=1, pp=2, ep=2, first=1))
+
+
+# ---- the arithmetic
+
+
+def scale_of(bits: int) -> np.float32:
+    return np.array([bits], np.uint32).view(np.float32)[0]
+
+
+def test_values_of_all_codes_are_torch_s() -> None:
+    theirs = CODES.float().numpy()
+    assert np.array_equal(values(), theirs, equal_nan=True)
+    assert (np.signbit(values()) == np.signbit(theirs)).all()
+
+
+@pytest.mark.parametrize("exponent", range(256))
+def test_all_codes_under_scales_of_every_exponent(exponent: int) -> None:
+    """Values are torch's; from 2^-124 to 2^118 no two codes have one value, and below and above it is known."""
+    for mantissa in (0, 1, 0x2AAAAA, 0x400000, 0x7FFFFE, 0x7FFFFF):
+        scale = scale_of(exponent << 23 | mantissa)
+        ours = tables(np.array([scale]))[0]
+        theirs = (CODES.float() * torch.tensor(scale)).bfloat16()
+        number = ~torch.isnan(theirs).numpy()
+        assert (ours[number] == theirs.view(torch.int16).numpy().view(np.uint16)[number]).all()
+        assert np.isnan(theirs.float().numpy()[~number]).all()
+        distinct = len(np.unique(ours))
+        assert distinct == 256 if 3 <= exponent <= 245 else distinct <= 256
+
+
+@settings(deadline=None)
+@given(st.integers(0, (1 << 32) - 1))
+def test_every_code_comes_back_under_any_scale_in_range(bits: int) -> None:
+    exponent = bits >> 23 & 0xFF
+    table = tables(np.array([scale_of(bits)]))[0]
+    if 3 <= exponent <= 245:
+        assert len(np.unique(table)) == 256
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (40, 24), (41, 25), (39, 23), (80, 7), (5, 100)])
+def test_matrices_of_every_raggedness_there_and_back(shape: tuple[int, int], tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 256, shape, generator=drawn, dtype=torch.uint8)
+    grid = torch.rand(-(-shape[0] // 40), -(-shape[1] // 24), generator=drawn) + 0.5
+    path = tmp_path / "raw"
+    path.write_bytes(codes.numpy().tobytes() + grid.numpy().tobytes())
+    file = LocalFile(path)
+    scales = Plan.region(file, codes.numel(), tuple(grid.shape), 4)
+    scaled = Scaled(Plan.region(file, 0, shape, 1), scales, (40, 24), "x")
+    plan = Plan.region(Dequantized(scaled), 0, shape, 2)
+    wide = grid.repeat_interleave(40, 0)[: shape[0]].repeat_interleave(24, 1)[:, : shape[1]]
+    expected = (codes.view(torch.float8_e4m3fn).float() * wide).bfloat16()
+    got = torch.frombuffer(read_plan(plan), dtype=torch.bfloat16).reshape(shape)
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    assert bytes(read_plan(Plan.region(Coded(plan, scales, (40, 24), "x"), 0, shape, 1))) == codes.numpy().tobytes()
+    for rows, columns in (((0, 1), (0, 1)), ((shape[0] // 2, shape[0]), (shape[1] // 3, shape[1]))):
+        part = plan.slice(0, *rows).slice(1, *columns)
+        assert (
+            bytes(read_plan(part))
+            == got[slice(*rows), slice(*columns)].contiguous().view(torch.int16).numpy().tobytes()
+        )
+
+
+# ---- checkpoints
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return coded.make(tmp_path_factory.mktemp("coded") / "hf")
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("via, options", [("torch_dist", Options()), ("torch", RANKS)], ids=["torch_dist", "torch"])
+def test_a_release_in_fp8_round_trips_byte_for_byte(
+    powers_of_two: bool, via: Any, options: Options, tmp_path: Path
+) -> None:
+    made = coded.make(tmp_path / "hf", powers_of_two)
+    report = roundtrip(made, options=options, via=via, keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.findings
+    assert sha256(tmp_path / "kept" / "hf") == sha256(made)
+    (aside,) = (f for f in report.findings if f.check == "quantization.aside")
+    assert aside.subject == "68 tensors"
+
+
+def test_scales_out_of_range_keep_their_codes_beside_megatron(tmp_path: Path) -> None:
+    made = coded.make(tmp_path / "hf")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    change(made, name + "_scale_inv", lambda t: t.fill_(2.0**-130))
+    report = roundtrip(made, keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.findings
+    assert sha256(tmp_path / "kept" / "hf") == sha256(made)
+    (kept,) = (tmp_path / "kept").rglob("aside.safetensors")
+    assert [n for n in load_file(kept) if not n.endswith("_scale_inv")] == [name]
+
+
+def change(folder: Path, name: str, edit: Callable[[torch.Tensor], Any]) -> None:
+    """Change one tensor in its shard; what ``edit`` gives takes its place, if it is a tensor."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = load_file(folder / index[name])
+    made = edit(tensors[name])
+    if isinstance(made, torch.Tensor) and made is not tensors[name]:
+        tensors[name] = made.contiguous()
+    save_file(tensors, folder / index[name], {"format": "pt"})
+    coded.index_again(folder)
+
+
+def test_what_training_changed_is_written_as_bf16_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    """Megatron saves into a new folder of its own, where nothing of ours lies; --like the import finds the scales."""
+    convert(source, tmp_path / "import", "torch", options=Options("local"))
+    shutil.copytree(tmp_path / "import", tmp_path / "trained", ignore=shutil.ignore_patterns("mtpcheck"))
+    (file,) = (tmp_path / "trained").rglob("*.pt")
+    root = torch.load(file, weights_only=False)
+    root["model"]["decoder.layers.2.self_attention.linear_proj.weight"][3, 3] += 1
+    torch.save(root, file)
+    converted = convert(tmp_path / "trained", tmp_path / "hf", like=tmp_path / "import")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    (found,) = (f for f in converted.findings if f.check == "quantization.trained")
+    assert (found.subject, found.message.split()[0]) == (name, "1")
+    report = verify(source, tmp_path / "hf")
+    assert {f.subject for f in report.failures} == {name, name + "_scale_inv"}
+    assert verify(tmp_path / "trained", tmp_path / "hf").verdict == "holds"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+
+
+def test_without_kept_scales_an_export_is_bf16_and_says_so(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "import", "torch", options=Options("local"))
+    shutil.copytree(tmp_path / "import", tmp_path / "bare", ignore=shutil.ignore_patterns("mtpcheck"))
+    converted = convert(tmp_path / "bare", tmp_path / "hf", like=source)
+    assert sum(f.check == "quantization.trained" for f in converted.findings) == 68
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert verify(source, tmp_path / "bare").verdict == "holds"
+
+
+def test_both_sides_are_read(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "megatron")
+    for a, b in ((source, tmp_path / "megatron"), (tmp_path / "megatron", source)):
+        report = verify(a, b)
+        assert report.verdict == "holds", report.findings
+    found = inspect(source)
+    assert (found.family, found.mtp_stored, found.dtypes["F8_E4M3"]) == ("deepseek_v3", 1, 68)
+
+
+@pytest.mark.parametrize("via", ["torch_dist", "torch"])
+def test_the_plan_lists_value_nodes_apart(source: Path, via: Any) -> None:
+    report = prove(source, options=RANKS if via == "torch" else None, via=via)
+    assert report.verdict == "holds"
+    details = {check.group: (check.status, check.detail) for check in report.checks}
+    assert details["plan"][1].endswith("68 value nodes")
+    assert details["quantization"] == ("skipped", "68 value nodes (FP8 to bf16 and back) are proved by bytes alone")
+
+
+# ---- damage
+
+DOWN = "model.layers.3.mlp.experts.1.down_proj.weight"
+KV = "model.layers.3.self_attn.kv_b_proj.weight"
+DAMAGE: dict[str, tuple[str, Callable[[torch.Tensor], Any], str]] = {
+    "last row missing": (DOWN, lambda t: t[:-1].clone(), "expected [2, 2]: one scale for each block of 40 × 24"),
+    "squeezed": (DOWN, lambda t: t.reshape(-1).clone(), "expected [2, 2]: one scale for each block of 40 × 24"),
+    "transposed": (KV, lambda t: t.T.clone(), "expected [4, 1]"),
+    "transposed square": (DOWN, lambda t: t.T.clone(), "the grid of scales is transposed"),
+    "doubled": (DOWN, lambda t: t.mul_(2), "every scale is 2 times what it was"),
+    "one block doubled": (DOWN, lambda t: t[1, 1].mul_(2) and None, "the scale of block [1, 1] is 2 times what it was"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_scales_are_caught_and_named(what: str, source: Path, tmp_path: Path) -> None:
+    name, edit, told = DAMAGE[what]
+    folder = Path(shutil.copytree(source, tmp_path / "bad"))
+    change(folder, name + "_scale_inv", edit)
+    report = verify(source, folder)
+    assert report.exit_code == 1
+    assert any(told in f"{f.message} {f.cause}" and name in f.subject for f in report.failures), report.failures
+
+
+def test_scales_of_another_tensor_are_named(source: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(source, tmp_path / "bad"))
+    other = "model.layers.3.mlp.experts.2.down_proj.weight"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    scales = load_file(folder / index[other + "_scale_inv"])[other + "_scale_inv"]
+    change(folder, DOWN + "_scale_inv", lambda t: scales.clone())
+    (found,) = verify(source, folder).failures
+    assert (found.subject, found.cause) == (DOWN + "_scale_inv", f"these are the scales of {other}")
+
+
+def test_renamed_scales_are_missed(source: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(source, tmp_path / "bad"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    file = folder / index[DOWN]
+    tensors = load_file(file)
+    tensors[DOWN.removesuffix("weight") + "weight_scale"] = tensors.pop(DOWN + "_scale_inv")
+    save_file(tensors, file, {"format": "pt"})
+    coded.index_again(folder)
+    report = verify(source, folder)
+    assert any(f"{DOWN}_scale_inv is missing" in f.message for f in report.failures)
+    with pytest.raises(CheckpointFails, match="_scale_inv is missing"):
+        convert(folder, tmp_path / "megatron")
+
+
+def test_values_of_megatron_that_no_code_gives_are_seen_against_the_source(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "megatron", "torch")
+    (file,) = (tmp_path / "megatron").rglob("*.pt")
+    root = torch.load(file, weights_only=False)
+    root["model"]["mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.weight"][0, 0] = 0.123
+    torch.save(root, file)
+    (found,) = verify(source, tmp_path / "megatron").failures
+    assert (found.check, found.subject) == ("values.bits", KV)
+    assert open_checkpoint(source).tensors[KV].dtype == "F8_E4M3"
