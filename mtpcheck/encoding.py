@@ -9,8 +9,9 @@ beside Megatron (the *aside*), and the codes too where bf16 cannot tell two of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ import numpy as np
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import compare_all
 from mtpcheck.errors import FormatError
-from mtpcheck.fp8 import Coded, Dequantized, Scaled, grid_of
+from mtpcheck.fp8 import Coded, Dequantized, Scaled, grid_of, strangers
+from mtpcheck.move import SLAB
+from mtpcheck.parallel import Alive, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, warning
@@ -105,24 +108,43 @@ def code_again(
     ``names``: tensors that were codes in the source. Values that were trained on stay bf16, and are found.
     """
     coded, findings = dict(tensors), list[Finding]()
-    candidates: dict[str, TensorRef] = {}
-    pairs = []
+    derived: dict[str, Coded] = {}
+    kept: list[tuple[str, TensorRef, TensorRef]] = []
     for name in names:
         values, scales = tensors.get(name), aside.get(name + SCALE)
         if values is None or values.dtype != "BF16" or scales is None or scales.dtype != "F32":
             findings.append(warning("quantization.trained", name, "no scales were kept for it; it is written as bf16"))
             continue
-        codes = aside.get(name) or TensorRef(
-            CODES, Plan.region(Coded(values.plan, scales.plan, block, name), 0, values.shape, 1)
-        )
-        candidates[name] = codes
-        pairs.append((name, values, _values(Scaled(codes.plan, scales.plan, block, name))))
-    different = compare_all(pairs, progress)
-    for name, codes in candidates.items():
-        if name in different:
-            what = f"{different[name].elements:,} values are none that its scales give; it is written as bf16"
+        own = Coded(values.plan, scales.plan, block, name)
+        codes = aside.get(name) or TensorRef(CODES, Plan.region(own, 0, values.shape, 1))
+        decoded = _values(Scaled(codes.plan, scales.plan, block, name))
+        coded[name], coded[name + SCALE] = codes, scales
+        if name in aside:
+            kept.append((name, values, decoded))
+        else:
+            derived[name] = own
+    strange = {name: difference.elements for name, difference in compare_all(kept, progress).items()}
+    for name, count in in_parallel(_counts(derived)):
+        strange[name] = strange.get(name, 0) + count
+    for name, count in strange.items():
+        if count:
+            coded[name] = tensors[name]
+            del coded[name + SCALE]
+            what = f"{count:,} values are none that its scales give; it is written as bf16"
             todo = "quantization_config still declares FP8: list it in modules_to_not_convert, or quantize it anew"
             findings.append(warning("quantization.trained", name, what, todo=todo))
-        else:
-            coded[name], coded[name + SCALE] = codes, aside[name + SCALE]
     return coded, findings
+
+
+def _counts(derived: Mapping[str, Coded]) -> Iterator[Callable[[Alive], tuple[str, int]]]:
+    """Jobs that count strange values, some blocks of rows each."""
+    for name, coded in derived.items():
+        rows, width = coded.values.shape
+        step = coded.block[0] * max(1, SLAB // (2 * width * coded.block[0]))
+        for first in range(0, rows, step):
+            yield partial(_count, name, coded, first, min(step, rows - first))
+
+
+def _count(name: str, coded: Coded, first: int, rows: int, alive: Alive) -> tuple[str, int]:
+    alive()
+    return name, strangers(coded, first, rows)

@@ -9,6 +9,7 @@ unless the product leaves the range of bf16 (see docs/fp8.md). A block whose cod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -110,18 +111,25 @@ def dequantize(scaled: Scaled, first: int, out: U16) -> None:
     rows, width = out.shape
     codes = scratch(rows * width, "codes").reshape(rows, width)
     fill(scaled.codes.slice(0, first, first + rows), codes.reshape(-1).data)
-    high, wide = scaled.block
-    grid = grid_of(scaled)
+    for block, table in _blocks(grid_of(scaled), scaled.block, first, out.shape):
+        out[block] = table.take(codes[block], mode="clip")  # other modes check every index first
+
+
+def _blocks(
+    grid: F32, block: tuple[int, int], first: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[slice, slice], U16]]:
+    """Every block of the rows from ``first`` on: where it lies among these rows, and its table."""
+    (rows, width), (high, wide) = shape, block
     for row in range(first // high, -(-(first + rows) // high)):
-        top, bottom = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
-        for column, values in enumerate(tables(grid[row])):
-            left, right = column * wide, min((column + 1) * wide, width)
-            out[top:bottom, left:right] = values[codes[top:bottom, left:right]]
+        lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
+        for column, table in enumerate(tables(grid[row])):
+            yield (lines, slice(column * wide, min((column + 1) * wide, width))), table
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A source: the codes that give a matrix of bf16 values under kept scales. Where no code does, it is 0x7F."""
+    """A source: the codes that give a matrix of bf16 values under kept scales. Where none does, it is any: who uses
+    them compares what they give with the values."""
 
     values: Plan
     scales: Plan
@@ -147,21 +155,30 @@ class Coded:
         np.frombuffer(buffer, np.uint8)[:] = codes.reshape(-1)[start : start + len(buffer)]
 
 
-def code(coded: Coded, first: int, out: U8) -> int:
-    """Fill ``out`` with the codes of the rows from ``first`` on; the number of values that no code gives."""
-    rows, width = out.shape
+def _held(coded: Coded, first: int, rows: int) -> tuple[U16, F32]:
+    """Values of some rows, and all scales."""
+    width = coded.values.shape[1]
     held = scratch(2 * rows * width, "held").view(np.uint16).reshape(rows, width)
     fill(coded.values.slice(0, first, first + rows), held.reshape(-1).view(np.uint8).data)
-    high, wide = coded.block
-    grid = np.frombuffer(read_plan(coded.scales), np.float32).reshape(coded.scales.shape)
-    missing, inverse = 0, scratch(1 << 16, "inverse")
-    for row in range(first // high, -(-(first + rows) // high)):
-        top, bottom = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
-        for column, values in enumerate(tables(grid[row])):
-            left, right = column * wide, min((column + 1) * wide, width)
-            block = held[top:bottom, left:right]
-            inverse[values] = np.arange(256)  # entries of earlier blocks stay, and what they give is not believed
-            codes = inverse[block]
-            out[top:bottom, left:right] = codes
-            missing += int(np.count_nonzero(values[codes] != block))
-    return missing
+    return held, np.frombuffer(read_plan(coded.scales), np.float32).reshape(coded.scales.shape)
+
+
+def code(coded: Coded, first: int, out: U8) -> None:
+    """Fill ``out`` with the codes of the rows from ``first`` on."""
+    held, grid = _held(coded, first, out.shape[0])
+    inverse = scratch(1 << 16, "inverse")
+    for block, table in _blocks(grid, coded.block, first, out.shape):
+        inverse[table] = np.arange(256)  # entries of earlier blocks stay: what no code gives, gets any
+        out[block] = inverse.take(held[block], mode="clip")
+
+
+def strangers(coded: Coded, first: int, rows: int) -> int:
+    """How many values of the rows from ``first`` on no code gives."""
+    held, grid = _held(coded, first, rows)
+    known, found = np.zeros(1 << 16, np.bool_), 0
+    for block, table in _blocks(grid, coded.block, first, held.shape):
+        known[table] = True
+        hit = known.take(held[block], mode="clip")
+        found += hit.size - int(np.count_nonzero(hit))
+        known[table] = False
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 
 from mtpcheck.errors import UsageError
 
-_MOST_STAGES, _MOST_RANKS = 10_000, 1_000_000  # sizes from an untrusted file may multiply without end
+_MOST_STAGES, _MOST_RANKS = 10_000, 100_000  # sizes from an untrusted file may multiply without end
 _REPEAT = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 
 

@@ -34,6 +34,7 @@ from mtpcheck.topology import Rank, Topology, topology_of_args
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_NAMED = 10  # missing ranks that are named one by one
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -357,12 +358,15 @@ def _whole(name: str, shares: Mapping[int, list[Held]], cut: Cut | None, count: 
 def _strangers(folder: Path, topology: Topology, files: Mapping[Rank, RankFile], dialect: Dialect) -> Iterator[Finding]:
     """Ranks that are missing, that should not be there, or that come from another run."""
     expected = topology.ranks()
-    for rank in expected:
-        if rank not in files:
-            yield failure(
-                "topology.rank", topology.folder(rank), "is missing; its share of every tensor is lost",
-                where=str(folder), expected=f"{len(expected)} ranks ({topology})", got=f"{len(files)}",
-            )  # fmt: skip
+    missing = [topology.folder(rank) for rank in expected if rank not in files]
+    names = missing[:_NAMED] if len(missing) > _NAMED + 1 else missing
+    if len(names) < len(missing):
+        names.append(f"{len(missing) - _NAMED:,} more")
+    for name in names:
+        yield failure(
+            "topology.rank", name, "is missing; its share of every tensor is lost", where=str(folder),
+            expected=f"{len(expected):,} ranks ({topology})", got=f"{len(files):,}",
+        )  # fmt: skip
     for rank in files.keys() - set(expected):
         what = f"is no rank of {topology}, which the arguments state"
         yield failure("topology.rank", files[rank].name, what, where=str(folder))

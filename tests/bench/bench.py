@@ -171,12 +171,14 @@ ROWS = (
     Row("convert, torch (TP 2) to HF", "convert", "ranks2", "back", "cp"),
     Row("verify, HF with torch (TP 2)", "verify", "source", "ranks2", "cmp"),
     Row("roundtrip", "roundtrip", "source", ".", "cp"),
+    Row("convert, FP8 to torch_dist", "convert", "fp8", "there", "convert, HF to torch_dist"),
+    Row("convert, torch_dist to FP8", "convert", "there", "back", "convert, torch_dist to HF"),
     Row("inspect, as a process", _start, "source", "."),
 )
 
 
 def bench(folder: Path, nbytes: int, runs: int) -> None:
-    """Measure every row in ``folder``, which holds the checkpoint as ``source``, and print the table."""
+    """Measure every row in ``folder``, which holds the checkpoint as ``source`` and as ``fp8``, and print the table."""
     print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
     seconds: dict[str, float] = {}
     for row in ROWS:
@@ -213,6 +215,7 @@ def main() -> None:
         print("generating ...", file=sys.stderr)
         folder = Path(name)
         nbytes = generate(folder / "source", options.gb, options.family, options.hidden)
+        generate(folder / "fp8", options.gb, options.family, options.hidden, fp8=True)
         print(f"{options.family}, {nbytes / 1e9:.2f} GB, best of {options.runs}, {os.cpu_count()} cores\n")
         bench(folder, nbytes, options.runs)
 

@@ -1,6 +1,6 @@
 """Make a checkpoint of a given size with the shapes of a released one, filled with random bits.
 
-    python tests/bench/generate.py DIR --gb 2 [--family glm4_moe|llama] [--hidden 2048] [--seed 0]
+    python tests/bench/generate.py DIR --gb 2 [--family glm4_moe|llama] [--hidden 2048] [--seed 0] [--fp8]
 
 Random bits, not random numbers: NaNs with payloads, infinities and signed zeros occur, and a comparison that
 stops at a NaN cannot look fast. The same arguments give the same bytes. Memory stays at a few megabytes.
@@ -26,14 +26,22 @@ _BLOCK = 1 << 20
 Config = dict[str, Any]
 Shape = tuple[int, ...]
 Tensor = tuple[str, str, Shape]  # name, dtype, shape
-_ITEMSIZE = {"BF16": 2, "F32": 4}
+_ITEMSIZE = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+_SCALE = "_scale_inv"
 
 
-def generate(folder: Path, gb: float, family: str = "glm4_moe", hidden: int = 2048, seed: int = 0) -> int:
-    """Write the checkpoint into the new folder ``folder``; returns the bytes of its tensors, about ``gb`` * 10^9."""
+def generate(
+    folder: Path, gb: float, family: str = "glm4_moe", hidden: int = 2048, seed: int = 0, fp8: bool = False
+) -> int:
+    """Write the checkpoint into the new folder ``folder``; returns the bytes of its tensors, about ``gb`` * 10^9.
+
+    With ``fp8`` the same model with its projections in blocks of FP8, at about half the bytes.
+    """
     folder.mkdir(parents=True)
     config = _config(family, int(gb * 1e9), hidden)
-    shards = list(_shards(tensors_of(config)))
+    if fp8:
+        config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    shards = list(_shards(_coded(tensors_of(config)) if fp8 else tensors_of(config)))
     names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(2) as pool:  # numpy draws without the interpreter lock
         list(pool.map(_write_shard, [folder / name for name in names], shards, [(seed, n) for n in range(len(shards))]))
@@ -128,6 +136,16 @@ def tensors_of(config: Config) -> Iterator[Tensor]:
     yield from _layer(config, layer, dense)
 
 
+def _coded(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Projections as codes, each followed by its scales."""
+    for name, dtype, shape in tensors:
+        if name.endswith("_proj.weight") and "eh_proj" not in name:
+            yield name, "F8_E4M3", shape
+            yield name + _SCALE, "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
+        else:
+            yield name, dtype, shape
+
+
 def _layer(config: Config, at: str, dense: bool) -> Iterator[Tensor]:
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -190,6 +208,10 @@ def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int]) -> No
         file.write(len(raw).to_bytes(8, "little") + raw)
         for start in range(0, at, _BLOCK):
             file.write(draw.random_raw(_BLOCK // 8).view(np.uint8)[: at - start].data)
+        for name, _, shape in tensors:
+            if name.endswith(_SCALE):  # random bits would be no scales
+                file.seek(8 + len(raw) + header[name]["data_offsets"][0])
+                file.write(np.random.Generator(draw).uniform(1e-5, 1e-3, shape).astype(np.float32).data)
 
 
 def main() -> None:
@@ -199,8 +221,9 @@ def main() -> None:
     parser.add_argument("--family", choices=("glm4_moe", "llama"), default="glm4_moe")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 256 gives many small tensors")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fp8", action="store_true", help="projections in blocks of FP8")
     options = parser.parse_args()
-    total = generate(options.folder, options.gb, options.family, options.hidden, options.seed)
+    total = generate(options.folder, options.gb, options.family, options.hidden, options.seed, options.fp8)
     print(f"{options.folder}: {total:,} bytes of tensors")
 
 
