@@ -72,12 +72,14 @@ def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
         own = read_torch(folder, load_dialect())
         return Checkpoint(
             path, folder, "torch", own.tensors, args=own.ranks.args, ranks=own,
-            passed_over=own.passed_over, findings=tuple(own.findings), manifest=read_manifest(folder),
+            passed_over=own.passed_over, findings=(*own.strangers, *own.findings), manifest=read_manifest(folder),
         )  # fmt: skip
     if ranks := sorted(path.name for path in folder.glob("mp_rank_*")):
         raise FormatError(
             f"{folder}: {ranks[0]} and other folders of ranks hold no model_optim_rng.pt; copy them again"
         )
+    if (folder / "model_optim_rng.pt").is_file():
+        raise FormatError(f"{folder}: is the folder of one rank; name the iteration folder above it")
     what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
     raise FormatError(f"{folder}: not a checkpoint: {what}")
 

@@ -94,10 +94,10 @@ Etp = Annotated[
     int | None, typer.Option("--etp", min=1, help="Expert tensor parallel size; by default TP.", rich_help_panel=_RANKS)
 ]
 First = Annotated[
-    int | None, typer.Option("--first-layers", min=0, help="Decoder layers of the first rank.", rich_help_panel=_RANKS)
+    int | None, typer.Option("--first-layers", min=1, help="Decoder layers of the first rank.", rich_help_panel=_RANKS)
 ]
 Last = Annotated[
-    int | None, typer.Option("--last-layers", min=0, help="Decoder layers of the last rank.", rich_help_panel=_RANKS)
+    int | None, typer.Option("--last-layers", min=1, help="Decoder layers of the last rank.", rich_help_panel=_RANKS)
 ]
 PipelineLayout = Annotated[
     str, typer.Option(metavar="Et*3|..|m|L", help="Megatron's pipeline layout.", rich_help_panel=_RANKS)

@@ -19,7 +19,7 @@ from mtpcheck.facts import config_from_facts
 from mtpcheck.family import load_family
 from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
 from mtpcheck.manifest import Manifest
-from mtpcheck.megatron import Options, copy_states, dealer, write_megatron
+from mtpcheck.megatron import Options, copy_states, dealer, load_writers, write_megatron
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, Severity, failure, note, warning
@@ -87,6 +87,7 @@ def convert(
     check_not_lost(opened, tensor_map)
     needed = dealer(tensor_map, options).nbytes if to == "torch" else tensor_map.nbytes
     check_space(target.parent, needed if written is None else 0)
+    load_writers(to)
     with new_folder(target) as folder:
         if to == "hf":
             findings = _write_hf(opened, tensor_map, folder, progress or Silent(), written)
@@ -128,7 +129,7 @@ def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
         f for f in tensor_map.findings
         if f.severity is Severity.FAILURE and f.check.split(".")[0] in _BLOCKING
     )  # fmt: skip
-    blocking = blocking or tuple(check_ranks(source))
+    blocking = blocking or tuple(f for f in check_ranks(source) if f.severity is Severity.FAILURE)
     if blocking:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 
-from mtpcheck.dialect import Dialect, KeyForm
+from mtpcheck.dialect import HEAD, Dialect, KeyForm
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.facts import holds
 from mtpcheck.plan import Plan, stack
@@ -15,8 +15,6 @@ from mtpcheck.roles import Address
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorMap, TensorRef
 from mtpcheck.topology import Rank, Stage, Topology, indivisible
-
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 EMPTY = TensorRef("U8", Plan.zeros((0,), 1))
 """What Transformer Engine modules keep in ``_extra_state`` where nothing is quantized."""
@@ -77,19 +75,12 @@ class Dealer:
 
     def _of_stage(self, stage: Stage) -> list[tuple[Address, Row]]:
         """Rows of one stage, in the order of the model; where it holds a tied embedding as its head, that one too."""
-        chosen = [(address, row) for address, row in self._rows if self._holds(stage, address)]
-        if stage.head and not stage.embedding and self.tensor_map.facts["tied"]:
-            embedding = next(row for _, row in self._rows if row.name == _EMBEDDING)
-            chosen.append((self.dialect.address(_HEAD), embedding))
+        tied = bool(self.tensor_map.facts["tied"])
+        chosen = [(a, row) for a, row in self._rows if stage.holds(a.place, a.layer, tied)]
+        if tied and stage.holds("head", None, tied):
+            embedding = next(row for address, row in self._rows if address.place == "embed")
+            chosen.append((self.dialect.address(HEAD), embedding))
         return chosen
-
-    def _holds(self, stage: Stage, address: Address) -> bool:
-        if address.lead:
-            decoder = address.lead == f"{self.dialect.decoder}."
-            return address.layer in stage.layers if decoder else stage.mtp
-        if address.below == _EMBEDDING:
-            return stage.embedding or stage.mtp
-        return stage.head if address.below == _HEAD else stage.final_norm
 
     def _model(self, rank: Rank, stage: Stage, rows: list[tuple[Address, Row]]) -> Model:
         plans = {part: ref.plan for part, ref in self.tensor_map.parts.items()}
@@ -100,10 +91,10 @@ class Dealer:
                 name = address.name(moved, -rank.ep * self._experts if address.expert is not None else 0)
                 model[name] = TensorRef(self.tensor_map.parts[row.parts[0]].dtype, plan)
                 if address.role and self.form.spec in address.role.extra_in_memory:
-                    kept = EMPTY if self.form.spec == "te" and name != _HEAD else None
+                    kept = EMPTY if self.form.spec == "te" and address.place != "head" else None
                     model[f"{name.rsplit('.', 1)[0]}._extra_state"] = kept
         if stage.head:
-            model.setdefault(f"{_HEAD.rsplit('.', 1)[0]}._extra_state", None)
+            model.setdefault(f"{HEAD.rsplit('.', 1)[0]}._extra_state", None)
         return self._with_bare_extras(model)
 
     @property

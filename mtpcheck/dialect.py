@@ -22,6 +22,7 @@ from mtpcheck.rows import Row, prove_invertible
 from mtpcheck.rules import ArgRow
 
 Mcore = Literal["0.16", "0.19"]
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -198,21 +199,34 @@ class Dialect:
 
     def address(self, name: str) -> Address:
         """Take a name apart. ``role`` is None for one that no role has."""
-        for lead in (f"{self.decoder}.", f"{self.mtp}."):
+        if name not in self._addresses:
+            self._addresses[name] = self._address(name)
+        return self._addresses[name]
+
+    @cached_property
+    def _addresses(self) -> dict[str, Address]:
+        return {}
+
+    def _address(self, name: str) -> Address:
+        for place, lead in (("layer", f"{self.decoder}."), ("mtp", f"{self.mtp}.")):
             number, dot, below = name.removeprefix(lead).partition(".")
             if name.startswith(lead) and dot and number.isdecimal() and len(number) < 8:
-                inner = next((f"{i}." for i in self.inner if below.startswith(f"{i}.")), "") if lead[0] == "m" else ""
-                return self._below(lead, int(number), inner, below.removeprefix(inner))
-        return self._below("", None, "", name)
+                inner = next((f"{i}." for i in self.inner if below.startswith(f"{i}.")), "") if place == "mtp" else ""
+                own, template, expert = self._below(below.removeprefix(inner))
+                return Address(lead, int(number), inner, template, expert, own, place)  # type: ignore[arg-type]
+        own, template, expert = self._below(name)
+        outside = own is not None and own in self.outside
+        return Address("", None, "", template, expert, own, own.parts[0] if own and outside else None)  # type: ignore[arg-type]
 
-    def _below(self, lead: str, layer: int | None, inner: str, below: str) -> Address:
+    def _below(self, below: str) -> tuple[Role | None, str, int | None]:
+        """The role of a name below a layer, its template, and the number of its expert."""
         if found := self._by_name.get(below):
-            return Address(lead, layer, inner, below, None, found)
+            return found, below, None
         for entry in self.layer:
             for pattern, template in entry.patterns:
                 if (match := pattern.fullmatch(below)) and len(match[1]) < 8:
-                    return Address(lead, layer, inner, template, int(match[1]), entry)
-        return Address(lead, layer, inner, below, None, None)
+                    return entry, template, int(match[1])
+        return None, below, None
 
     @cached_property
     def _by_name(self) -> dict[str, Role]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def dealer(tensor_map: TensorMap, options: Options) -> Dealer:
     return Dealer(tensor_map, options.topology, load_dialect(), form, padded)
 
 
+def load_writers(*layouts: Layout) -> None:
+    """Import what writing needs before a folder is made: a signal while torch is imported ends the process at once."""
+    names = {"hf": "hf_writer", "torch_dist": "torch_dist_writer", "torch": "torch_ranks_writer"}
+    for layout in layouts:
+        import_module(f"mtpcheck.layouts.{names[layout]}")
+
+
 def copy_states(tensor_map: TensorMap) -> dict[str, str]:
     """For every part that may repeat another: absent, equal or own (differs)."""
     states = {}
@@ -90,8 +98,9 @@ def write_megatron(
             f"{source.path}: {', '.join(own)} differ from what they repeat, and Megatron has no place for them"
         )
     args, findings = _args(source, tensor_map, layout, options)
-    iteration = args.get("iteration") if source.args is not None else None
-    name = f"iter_{iteration:07d}" if isinstance(iteration, int) and iteration > 0 else "release"
+    iteration = _iteration(source)
+    args["iteration"] = iteration
+    name = f"iter_{iteration:07d}" if iteration else "release"
     target = folder / name
     target.mkdir()
     if layout == "torch":
@@ -105,6 +114,12 @@ def write_megatron(
         shutil.copytree(source.manifest.root.parent, target / FOLDER)
     (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
     return findings
+
+
+def _iteration(source: Checkpoint) -> int:
+    """The iteration that a Megatron source was saved at, as its folder is named; 0 for a release."""
+    name = source.folder.name.removeprefix("iter_")
+    return int(name) if source.hf is None and name.isdecimal() and len(name) < 12 else 0
 
 
 def _write_aside(tensor_map: TensorMap, folder: Path, progress: Progress) -> list[Finding]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
-from mtpcheck.dialect import KeyForm, load_dialect
+from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
 from mtpcheck.encoding import CODES, Decoded, block_of, decode
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
@@ -83,8 +83,8 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int:
-    embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
-    return embedding.shape[0] if embedding is not None else 0
+    embedding = checkpoint.tensors.get(EMBEDDING)
+    return embedding.shape[0] if embedding is not None and embedding.shape else 0
 
 
 def stored_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
@@ -213,9 +213,11 @@ def _claim(
 def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:
     """What is missing; in one finding where a rank is, since that says why."""
     lost = [f.subject for f in checkpoint.findings if f.check == "topology.rank" and "missing" in f.message]
+    unfit = {f.subject for f in checkpoint.findings if f.check == "topology.share"}
+    missing = [finding for finding in missing if finding.subject not in unfit]
     if not missing or not lost:
         return missing
-    what = f"cannot be put together without {', '.join(lost)}"
+    what = f"cannot be put together without {', '.join(lost[:3])}" + (" and others" if len(lost) > 3 else "")
     return [failure("presence.missing", f"{len(missing):,} tensors", what, where=str(checkpoint.folder))]
 
 

@@ -18,6 +18,8 @@ Experts = Literal["grouped", "sequential", "legacy"]
 """How a module in memory keeps its experts: one tensor each (``weight{e}``), one MLP each
 (``local_experts.{e}``), or all in one transposed tensor (``weight1``, ``weight2``)."""
 
+Place = Literal["layer", "mtp", "embed", "final_norm", "head"]
+
 _KEYS = {
     "name", "also", "in_memory", "part", "join", "axis", "halves", "stack", "each", "legacy", "beside", "when", "pad",
     "shard", "size", "extra", "extra_in_memory",
@@ -111,6 +113,8 @@ class Address:
     below: str
     expert: int | None
     role: Role | None
+    place: Place | None
+    """What decides which pipeline stage holds it; None for a name that nobody knows."""
 
     def name(self, layers: int = 0, experts: int = 0) -> str:
         """The name again, its layer and expert numbers moved by so much."""

@@ -17,7 +17,7 @@ from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
-from mtpcheck.megatron import Options, dealer
+from mtpcheck.megatron import Options, dealer, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
@@ -53,6 +53,7 @@ def roundtrip(
         raise UsageError(f"{source}: is an HF checkpoint; --via takes a Megatron layout")
     told = f"{middle} ({options.topology})" if middle == "torch" else middle
     report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
+    load_writers(middle, a.layout)
     try:
         with _workspace(Path(source), workdir, keep) as folder:
             size = dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes

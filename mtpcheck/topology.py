@@ -15,6 +15,7 @@ from math import lcm
 from typing import Any
 
 from mtpcheck.errors import UsageError
+from mtpcheck.roles import Place
 
 _MOST_STAGES, _MOST_RANKS = 10_000, 100_000  # sizes from an untrusted file may multiply without end
 _REPEAT = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
@@ -40,6 +41,16 @@ class Stage:
     """The stage that takes in tokens. The one with the MTP layers holds the embedding once more."""
     final_norm: bool
     head: bool
+
+    def holds(self, place: Place | None, layer: int | None, tied: bool) -> bool:
+        """Whether a tensor of this place has to be here. A tied head is a copy of the embedding where that is not."""
+        if place == "layer":
+            return layer in self.layers
+        if place == "head":
+            return self.head and not (tied and self.embedding)
+        return {"mtp": self.mtp, "embed": self.embedding or self.mtp, "final_norm": self.final_norm}.get(
+            place or "", False
+        )
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,9 @@ class Topology:
         """
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"VPP {self.vpp} needs more than one pipeline stage")
+        outer = self.first is not None or self.last is not None
+        if outer and (self.layout or self.account_for_embedding or self.account_for_loss):
+            raise UsageError("layers of the first or last rank and a layout exclude each other in Megatron")
         kinds = parse_layout(self.layout) if self.layout else self._even(layers, mtp)
         if len(kinds) != self.pp * self.vpp:
             raise UsageError(f"the pipeline layout has {len(kinds)} stages, PP × VPP are {self.pp * self.vpp}")
@@ -111,6 +125,9 @@ class Topology:
             )
         if sum("m" in kind for kind in kinds) > 1:
             raise UsageError("the pipeline layout spreads MTP layers over stages; Megatron wants them in one")
+        behind = next((i for i, kind in enumerate(kinds) if "m" in kind), len(kinds)) + self.pp
+        if mtp and behind < len(kinds):
+            raise UsageError("MTP layers have to be in the last virtual stage of their pipeline rank")
         last = max((i for i, kind in enumerate(kinds) if "t" in kind), default=0)
         starts = accumulate((kind.count("t") for kind in kinds), initial=0)
         found = []
@@ -125,11 +142,15 @@ class Topology:
         per_rank = [0] * self.pp
         rest, free = layers + self.account_for_embedding + self.account_for_loss, list(range(self.pp))
         for rank, count in ((0, self.first), (self.pp - 1, self.last)):
-            if count is not None and rank in free:
+            if count is not None and (count < 1 or rank not in free):
+                raise UsageError(f"PP {self.pp} cannot have {count} decoder layers on an outer rank")
+            if count is not None:
                 per_rank[rank], rest = count, rest - count
                 free.remove(rank)
-        if rest < 0 or (rest % len(free) if free else rest):
-            raise UsageError(f"{layers} decoder layers cannot be dealt out evenly to {self.pp} pipeline ranks; {_HINT}")
+        if rest < 0 or (rest % len(free) or not rest if free else rest):
+            given = {"first": self.first, "last": self.last}
+            outer = "".join(f", {count} on the {name}" for name, count in given.items() if count is not None)
+            raise UsageError(f"{layers} decoder layers cannot be dealt out evenly to PP {self.pp}{outer}; {_HINT}")
         for rank in free:
             per_rank[rank] = rest // len(free)
         if any(count % self.vpp for count in per_rank):
@@ -165,10 +186,9 @@ def topology_of_args(args: Mapping[str, Any]) -> Topology:
     """What stored arguments say. A value of an unexpected type counts as unsaid."""
 
     def size(*keys: str, default: int | None = 1) -> Any:
-        least = 0 if default is None else 1  # a pipeline rank may have no decoder layer at all
         for key in keys:
             value = args.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST_STAGES:
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST_STAGES:
                 return value
         return default
 
@@ -204,6 +224,8 @@ def parse_layout(text: str) -> list[str]:
     """``Et*2|(tt|)*2m|L`` → one string of letters for each stage. Raises UsageError."""
     flat = text.replace(",", "").replace(" ", "")
     for pattern in _REPEAT:
+        if re.search(r"\*\d{6}", flat) or len(flat) > 100 * _MOST_STAGES:
+            raise UsageError(f"pipeline layout {text[:60]!r}: more than {_MOST_STAGES} layers")
         if sum(int(n) for n in re.findall(r"\*(\d+)", flat)) > _MOST_STAGES:
             raise UsageError(f"pipeline layout {text[:60]!r}: more than {_MOST_STAGES} layers")
         flat = pattern.sub(lambda found: found[1] * int(found[2]), flat)

@@ -58,7 +58,7 @@ class _Theory:
     reading: Reading = field(default_factory=Reading)
 
 
-_MOST_THEORIES = 500  # each takes a pass over all names; a run of thousands of ranks has millions of pairs
+_WORK = 20_000_000  # names to look at for all theories together, some ten seconds: thousands of ranks have many pairs
 
 
 def explain(
@@ -73,7 +73,8 @@ def explain(
         return None
     part = min(differing, key=lambda part: reference.parts[part].nbytes)
     files = {box.source.name for box in checkpoint.tensors[differing[part]].plan.boxes if box.source}
-    for theory in islice(_theories(checkpoint.ranks.ranks, files), _MOST_THEORIES):
+    names = sum(len(model) for found in checkpoint.ranks.ranks.files.values() for model in found.models)
+    for theory in islice(_theories(checkpoint.ranks.ranks, files), max(20, _WORK // max(names, 1))):
         fits = _read(theory, checkpoint, reference, [part], {differing[part]})
         if fits and (before := _read(theory, checkpoint, reference, list(reference.parts), None)):
             return theory.finding, before
@@ -88,7 +89,9 @@ def _read(
         folder = assemble(theory.ranks, load_dialect(), theory.reading, only)
     except MtpcheckError:
         return None
-    before = replace(checkpoint, tensors=folder.tensors, ranks=folder)
+    strangers = checkpoint.ranks.strangers if checkpoint.ranks else []
+    told = (*strangers, *folder.findings)
+    before = replace(checkpoint, tensors=folder.tensors, ranks=folder, findings=told)
     other = read_like(before, reference)
     pairs = []
     for part in parts:

@@ -75,8 +75,8 @@ def elements_of(tensor: StoredTensor, archive: Archive, file: LocalFile, what: s
     start, nbytes = archive.storage(tensor.storage)
     strides = tuple(s * itemsize for s in tensor.strides)
     end = tensor.offset * itemsize + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + itemsize
-    empty = 0 in tensor.shape
-    if min(tensor.offset, *tensor.strides, *tensor.shape, 0) < 0 or (not empty and end > nbytes):
+    empty, large = 0 in tensor.shape, prod(tensor.shape) * itemsize
+    if min(tensor.offset, *tensor.strides, *tensor.shape, 0) < 0 or (not empty and max(end, large) > nbytes):
         raise FormatError(f"{file.name}: {what}: the storage is too small for its tensor; damaged")
     start += tensor.offset * itemsize
     straight = contiguous_steps(tensor.shape, itemsize)

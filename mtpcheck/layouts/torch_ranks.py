@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mtpcheck.cut import Cut
-from mtpcheck.dialect import Dialect
+from mtpcheck.dialect import EMBEDDING, Dialect
 from mtpcheck.errors import FamilyError, FormatError, MtpcheckError, UsageError
 from mtpcheck.expr import evaluate
 from mtpcheck.facts import facts_from_args
@@ -30,12 +30,11 @@ from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.roles import Address
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
-from mtpcheck.topology import Rank, Topology, topology_of_args
+from mtpcheck.topology import Rank, Stage, Topology, topology_of_args
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _NAMED = 10  # missing ranks that are named one by one
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class Holder(Protocol):
@@ -72,6 +71,10 @@ class RankFile:
         """The model chunks: one, or one for each virtual stage."""
         root = self.archive.root
         numbered = sorted((k for k in root if re.fullmatch(r"model\d{1,4}", str(k))), key=lambda k: int(k[5:]))
+        if "model" not in root and numbered != [f"model{i}" for i in range(len(numbered))]:
+            raise FormatError(
+                f"{self.file.path}: its model chunks are {', '.join(numbered)}; expected model0 and so on"
+            )
         chunks = [root[k] for k in (["model"] if "model" in root else numbered)]
         if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
             raise FormatError(f"{self.file.path}: holds no 'model' and no 'model0'; not a Megatron checkpoint")
@@ -112,6 +115,9 @@ class RankFolder:
     replicas: list[tuple[Held, Held]]
     """(the one that is read, another that must hold the same)"""
     findings: list[Finding]
+    """What does not fit together."""
+    strangers: list[Finding] = field(default_factory=list)
+    """Ranks that are missing, that should not be there, or that come from another run."""
     passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -131,18 +137,19 @@ def is_torch(folder: Path) -> bool:
 
 def read_torch(folder: Path, dialect: Dialect) -> RankFolder:
     """Open every rank file of an iteration folder. Raises FormatError where one cannot be read."""
-    files, topology = _open(folder)
+    files, topology = _open(folder, dialect)
     args = next((found.args for found in files.values() if found.args is not None), None)
     known = {rank: found for rank, found in files.items() if _is_in(rank, topology)}
     if not known:
         raise FormatError(f"{folder}: the arguments say {topology}, and no file is named as one of its ranks")
     ranks = Ranks(known, topology, args)
+    topology.ranks()  # refuses sizes beyond any run before they cost time
     found = assemble(ranks, dialect)
     findings = [*_strangers(folder, ranks.topology, files, dialect), *found.findings]
     return replace(found, findings=findings, passed_over=_passed_over(files, found))
 
 
-def _open(folder: Path) -> tuple[dict[Rank, RankFile], Topology]:
+def _open(folder: Path, dialect: Dialect) -> tuple[dict[Rank, RankFile], Topology]:
     files: dict[tuple[int, ...], RankFile] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _FOLDER.fullmatch(path.name)
@@ -151,11 +158,16 @@ def _open(folder: Path) -> tuple[dict[Rank, RankFile], Topology]:
             archive = read_archive(file, 0, file.size, str(file.path), foreign=True)
             if not isinstance(archive.root, dict):
                 raise FormatError(f"{file.path}: not a Megatron checkpoint: the pickle holds no mapping")
-            files[tuple(int(n) for n in match.groups() if n is not None)] = RankFile(file, archive)
+            numbers = tuple(int(n) for n in match.groups() if n is not None)
+            if numbers in files:
+                raise FormatError(
+                    f"{folder}: {files[numbers].name} and {path.name} name one rank; two checkpoints lie in one"
+                )
+            files[numbers] = RankFile(file, archive)
     if len({len(numbers) for numbers in files}) > 1:
         raise FormatError(f"{folder}: the mp_rank folders have names of several forms; two checkpoints lie in one")
     args = next((found.args for found in files.values() if found.args is not None), None)
-    topology, pipelined = _topology(files, args or {})
+    topology, pipelined = _topology(files, args or {}, dialect)
     if topology.pp == 1 and (several := next((f for f in files.values() if len(f.models) > 1), None)):
         raise FormatError(f"{several.file.path}: holds several model chunks, and there is one pipeline rank")
     return {_rank(numbers, pipelined): found for numbers, found in files.items()}, topology
@@ -173,14 +185,17 @@ def _rank(numbers: tuple[int, ...], pipelined: bool) -> Rank:
     return Rank(tp, rest[0], 0) if rest and pipelined else Rank(tp, 0, rest[0] if rest else 0)
 
 
-def _topology(files: Mapping[tuple[int, ...], RankFile], args: Mapping[str, Any]) -> tuple[Topology, bool]:
+def _topology(
+    files: Mapping[tuple[int, ...], RankFile], args: Mapping[str, Any], dialect: Dialect
+) -> tuple[Topology, bool]:
     """Sizes from the arguments, or, where these do not tell, from folders and keys; whether one suffix means PP."""
     said = topology_of_args(args)
     most = [max(numbers[i] for numbers in files) + 1 for i in range(len(next(iter(files))))]
     if "tensor_model_parallel_size" not in args:
         said = replace(said, tp=most[0], etp=most[0] if "expert_tensor_parallel_size" not in args else said.etp)
     if len(most) == 2 and said.pp == said.ep == 1:  # every expert rank has the final norm, one pipeline rank has it
-        ending = [any(".final_" in name and name[0] == "d" for m in f.models for name in m) for f in files.values()]
+        names = [[_bare(name, dialect) for model in found.models for name in model] for found in files.values()]
+        ending = [any(name.startswith("decoder.final_") for name in own) for own in names]
         said = replace(said, ep=most[1]) if all(ending) else replace(said, pp=most[1])
     elif len(most) == 3:
         said = replace(said, pp=max(said.pp, most[1]), ep=max(said.ep, most[2]))
@@ -191,35 +206,44 @@ def _topology(files: Mapping[tuple[int, ...], RankFile], args: Mapping[str, Any]
 # ---- shares → tensors
 
 
+@dataclass(frozen=True)
+class _Found:
+    """One tensor of one rank: which stage holds it, and its address in the whole model."""
+
+    rank: Rank
+    stage: int
+    address: Address
+    held: Held
+
+
 def assemble(
     ranks: Ranks, dialect: Dialect, reading: Reading | None = None, only: Collection[str] | None = None
 ) -> RankFolder:
     """Put the shares of all ranks together, or those of the tensors named in ``only``.
 
-    What a missing rank would hold is left out.
+    What a missing rank would hold is left out. Ranks that lack what they have to hold, or hold what they have not to,
+    are found.
     """
-    reading = reading or Reading()
-    facts = _facts(ranks, dialect)
-    findings: list[Finding] = []
-    starts = _starts(ranks, dialect, facts, findings)
-    shares: dict[str, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
-    cuts: dict[str, tuple[Cut | None, int]] = {}
-    for rank, found in sorted(ranks.files.items(), key=lambda item: (item[0].pp, item[0].ep, item[0].tp)):
-        for chunk, model in enumerate(found.models):
-            stage = chunk * ranks.topology.pp + rank.pp
-            turn = reading.turned.get(stage, 0)
-            for address, held in _held(ranks, rank, found, model, dialect, starts[stage], turn, facts):
-                name = _EMBEDDING if facts.get("tied") and address.name() == _HEAD else address.name()
-                if only is not None and name not in only:
-                    continue
-                cut = _cut(address, held, ranks.topology, facts)
-                if cut is not None and not reading.paired:
-                    cut = Cut(cut.axis)
-                count = 1 if cut is None else ranks.topology.etp if address.expert is not None else ranks.topology.tp
-                cuts.setdefault(name, (cut, count))
-                shares[name][rank.tp % count].append(held)
-    tensors = {name: ref for name in shares if (ref := _whole(name, shares[name], *cuts[name])) is not None}
-    replicas = [(first, other) for own in shares.values() for first, *others in own.values() for other in others]
+    reading, facts, findings = reading or Reading(), _facts(ranks, dialect), list[Finding]()
+    layers = _layers(ranks, dialect)
+    stages, mine = _stages(ranks, layers, facts, findings), _mine(ranks, facts)
+    found: dict[str, list[_Found]] = defaultdict(list)
+    for rank, holder in sorted(ranks.files.items(), key=lambda item: (item[0].pp, item[0].ep, item[0].tp)):
+        for chunk, model in enumerate(holder.models):
+            number = chunk * ranks.topology.pp + rank.pp
+            places = _places(stages[number], layers[number].numbers, reading.turned.get(number, 0))
+            for address, held in _held(holder, model, dialect, places, rank.ep * mine, mine):
+                name = EMBEDDING if facts.get("tied") and address.place == "head" else address.name()
+                if only is None or name in only:
+                    found[name].append(_Found(rank, number, address, held))
+    tensors: dict[str, TensorRef] = {}
+    replicas: list[tuple[Held, Held]] = []
+    for name, own in found.items():
+        ref = _together(name, own, ranks, facts, reading, replicas, findings)
+        if ref is not None:
+            tensors[name] = ref
+    if only is None:
+        findings += _misplaced(found, ranks, stages, facts)
     return RankFolder(ranks, tensors, replicas, findings)
 
 
@@ -234,44 +258,90 @@ def _facts(ranks: Ranks, dialect: Dialect) -> dict[str, Any]:
     return facts
 
 
-def _starts(ranks: Ranks, dialect: Dialect, facts: Mapping[str, Any], findings: list[Finding]) -> list[int]:
-    """The first decoder layer of every stage, as the arguments say or, where they do not, counted."""
-    own = _layers(ranks, dialect)
-    stages = ranks.topology.pp * ranks.topology.vpp
+def _mine(ranks: Ranks, facts: Mapping[str, Any]) -> int:
+    """Experts of one expert rank."""
+    return (facts.get("experts") or 0) // ranks.topology.ep
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The numbers that decoder layers of one stage have in the files: of all its ranks, and of each."""
+
+    numbers: list[int]
+    of_rank: Mapping[str, list[int]]
+    mtp: bool
+
+
+def _layers(ranks: Ranks, dialect: Dialect) -> dict[int, _Layers]:
+    own: dict[int, dict[str, set[int]]] = defaultdict(dict)
+    mtp: set[int] = set()
+    for rank, found in ranks.files.items():
+        for chunk, model in enumerate(found.models):
+            stage = chunk * ranks.topology.pp + rank.pp
+            addresses = [dialect.address(_bare(name, dialect)) for name in model]
+            own[stage][found.name] = {a.layer for a in addresses if a.place == "layer" and a.layer is not None}
+            if any(a.place == "mtp" for a in addresses):
+                mtp.add(stage)
+    return {
+        stage: _Layers(sorted(set().union(*by_rank.values())), {r: sorted(n) for r, n in by_rank.items()}, stage in mtp)
+        for stage, by_rank in own.items()
+    }
+
+
+def _stages(
+    ranks: Ranks, layers: Mapping[int, _Layers], facts: Mapping[str, Any], findings: list[Finding]
+) -> list[Stage]:
+    """What every stage has to hold: as the arguments say or, where they do not, as counted in the files."""
+    topology, total = ranks.topology, facts.get("layers") or 0
+    count = topology.pp * topology.vpp
+    counts = [len(layers[stage].numbers) if stage in layers else 0 for stage in range(count)]
+    in_order = all(own.numbers == list(range(len(own.numbers))) for own in layers.values())
     try:
-        dealt = ranks.topology.stages(facts.get("layers") or 0, facts.get("mtp_layers") or 0)
+        dealt = topology.stages(total, facts.get("mtp_layers") or 0)
+        why = ""
+        if in_order and len(layers) == count and sum(counts) == total and counts != [len(s.layers) for s in dealt]:
+            why = f"they say {[len(s.layers) for s in dealt]} layers, the stages hold {counts}"
     except UsageError as error:
-        what = f"the arguments do not tell how layers were dealt out ({error}); they were counted instead"
+        why = str(error)
+    if why:
+        what = f"the arguments do not tell how layers were dealt out ({why}); they were counted instead"
         findings.append(warning("topology.args", "pipeline stages", what))
-        return list(accumulate((len(own.get(stage, ())) for stage in range(stages)), initial=0))
-    for stage, numbers in own.items():
+        return _counted(counts, [stage in layers and layers[stage].mtp for stage in range(count)])
+    for stage, own in layers.items():
         expected = list(range(len(dealt[stage].layers)))
-        if numbers != expected:
-            where = f"pipeline rank {stage % ranks.topology.pp}" + f", chunk {stage // ranks.topology.pp}" * (
-                stages > ranks.topology.pp
-            )
+        apart = [rank for rank, numbers in own.of_rank.items() if numbers != expected]
+        if apart:
+            chunk = f", chunk {stage // topology.pp}" if topology.vpp > 1 else ""
+            whole = len(apart) == len(own.of_rank)
+            where = f"pipeline rank {stage % topology.pp}" if whole else ", ".join(apart[:3])
             findings.append(failure(
-                "topology.layers", where, "numbers its decoder layers differently than every rank does",
-                expected=_run(expected), got=_run(numbers), cause="each stage counts its own layers from 0",
+                "topology.layers", f"{where}{chunk}", "its decoder layers are numbered otherwise than Megatron does",
+                expected=_run(expected), got=_run(own.of_rank[apart[0]]), cause="each stage counts its layers from 0",
             ))  # fmt: skip
-    return [dealt[stage].layers.start for stage in range(stages)]
+    return dealt
+
+
+def _counted(counts: list[int], mtp: list[bool]) -> list[Stage]:
+    starts, last = accumulate(counts, initial=0), len(counts) - 1
+    ending = max((i for i, n in enumerate(counts) if n), default=0) if any(mtp) else last
+    return [
+        Stage(range(start, start + n), own, i == 0, i == ending, i == last)
+        for i, (start, n, own) in enumerate(zip(starts, counts, mtp, strict=False))
+    ]
 
 
 def _run(numbers: list[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers)) or "none"
+    return ", ".join(map(str, numbers[:20])) or "none"
 
 
-def _layers(ranks: Ranks, dialect: Dialect) -> dict[int, list[int]]:
-    """Stage → the numbers that its decoder layers have in the files."""
-    numbers: dict[int, set[int]] = defaultdict(set)
-    for rank, found in ranks.files.items():
-        for chunk, model in enumerate(found.models):
-            lead = f"{dialect.decoder}."
-            own = (_bare(name, dialect).removeprefix(lead).partition(".")[0] for name in model if lead in str(name))
-            numbers[chunk * ranks.topology.pp + rank.pp] |= {int(n) for n in own if n.isdecimal() and len(n) < 8}
-    return {stage: sorted(own) for stage, own in numbers.items()}
+def _places(stage: Stage, numbers: list[int], turn: int) -> dict[int, int]:
+    """Number of a decoder layer in the files of a stage → its number in the whole model."""
+    count = len(stage.layers)
+    if len(numbers) == count:  # a stage that starts to count elsewhere still has its layers in order
+        return {number: stage.layers.start + (i - turn) % count for i, number in enumerate(numbers)}
+    return {number: stage.layers.start + number for number in numbers}
 
 
 def _bare(key: Any, dialect: Dialect) -> str:
@@ -283,27 +353,22 @@ def _bare(key: Any, dialect: Dialect) -> str:
 
 
 def _held(
-    ranks: Ranks, rank: Rank, found: Holder, model: Mapping[str, Any], dialect: Dialect, start: int, turn: int,
-    facts: Mapping[str, Any],
-) -> Iterator[tuple[Address, Held]]:  # fmt: skip
-    """Every tensor of one model chunk, under the layer and expert numbers of the whole model."""
-    lead = f"{dialect.decoder}."
-    weights = {str(name): value for name, value in model.items() if not str(name).endswith("_extra_state")}
-    addresses = {name: dialect.address(_bare(name, dialect)) for name in weights}
-    layers = sorted({a.layer for a in addresses.values() if a.lead == lead and a.layer is not None})
-    mine = (facts.get("experts") or 0) // ranks.topology.ep
-    for name, address in addresses.items():
-        ref = found.ref(name, weights[name])
-        if ref is None:
+    found: Holder, model: Mapping[str, Any], dialect: Dialect, places: Mapping[int, int], first: int, mine: int
+) -> Iterator[tuple[Address, Held]]:
+    """Every tensor of one model chunk, under the layer and expert numbers of the whole model. The rank's experts are
+    the ``mine`` from ``first`` on."""
+    for key, value in model.items():
+        name = str(key)
+        if name.endswith("_extra_state") or (ref := found.ref(name, value)) is None:
             continue
-        if address.lead == lead and address.layer is not None:
-            place = (layers.index(address.layer) - turn) % len(layers)
-            address = replace(address, layer=start + place)
+        address = dialect.address(_bare(name, dialect))
+        if address.place == "layer" and address.layer is not None:
+            address = replace(address, layer=places[address.layer])
         if address.role and address.below == address.role.legacy:
-            yield from _unpacked(address, Held(found.name, name, ref), rank.ep * mine, mine)
+            yield from _unpacked(address, Held(found.name, name, ref), first, mine)
             continue
         if address.expert is not None:
-            address = replace(address, expert=address.expert + rank.ep * mine)
+            address = replace(address, expert=address.expert + first)
         yield address, Held(found.name, name, ref)
 
 
@@ -330,26 +395,81 @@ def _cut(address: Address, held: Held, topology: Topology, facts: Mapping[str, A
         return te
     try:
         whole = evaluate(role.size, facts)
-    except FamilyError:
+    except (FamilyError, TypeError, ValueError):
         raise FormatError(f"{held.rank}: {held.name}: the arguments do not tell its full size") from None
     return None if held.ref.shape[:1] == (whole,) else local
 
 
-def _whole(name: str, shares: Mapping[int, list[Held]], cut: Cut | None, count: int) -> TensorRef | None:
-    """The tensor that the shares make up; None if a rank that holds one is missing."""
-    if cut is None:
-        return shares[0][0].ref
+def _together(
+    name: str, own: list[_Found], ranks: Ranks, facts: Mapping[str, Any], reading: Reading,
+    replicas: list[tuple[Held, Held]], findings: list[Finding],
+) -> TensorRef | None:  # fmt: skip
+    """The tensor that the shares make up, and what repeats one; None if they make up none."""
+    cuts = {_cut(f.address, f.held, ranks.topology, facts) for f in own}
+    if len(cuts) > 1:
+        findings.append(failure("topology.share", name, f"is whole on one rank and cut on another ({_kinds(own)})"))
+        return None
+    cut = cuts.pop()
+    if cut is not None and not reading.paired:
+        cut = Cut(cut.axis)
+    count = 1 if cut is None else ranks.topology.etp if own[0].address.expert is not None else ranks.topology.tp
+    shares: dict[int, list[Held]] = defaultdict(list)
+    for f in own:
+        shares[f.rank.tp % count].append(f.held)
+    replicas += [(first, other) for first, *others in shares.values() for other in others]
     if any(i not in shares for i in range(count)):
         return None
-    own = [shares[i][0] for i in range(count)]
-    kinds = {(held.ref.dtype, held.ref.shape) for held in own}
-    if len(kinds) > 1:
-        told = "; ".join(f"{held.rank}: {held.ref.dtype} {list(held.ref.shape)}" for held in own[:4])
-        raise FormatError(f"{name}: the shares of its ranks are not alike ({told})")
+    firsts = [shares[i][0] for i in range(count)]
+    if len({(held.ref.dtype, held.ref.shape) for held in firsts}) > 1:
+        findings.append(failure("topology.share", name, f"the shares of its ranks are not alike ({_kinds(own)})"))
+        return None
     try:
-        return TensorRef(own[0].ref.dtype, cut.join([held.ref.plan for held in own]))
+        plan = firsts[0].ref.plan if cut is None else cut.join([held.ref.plan for held in firsts])
     except (ValueError, IndexError):
-        raise FormatError(f"{name}: shares of shape {list(own[0].ref.shape)} cannot be put together") from None
+        findings.append(failure("topology.share", name, f"its shares cannot be put together ({_kinds(own)})"))
+        return None
+    return TensorRef(firsts[0].ref.dtype, plan)
+
+
+def _kinds(own: list[_Found]) -> str:
+    return "; ".join(f"{f.held.rank}: {f.held.ref.dtype} {list(f.held.ref.shape)}" for f in own[:4])
+
+
+def _misplaced(
+    found: Mapping[str, list[_Found]], ranks: Ranks, stages: list[Stage], facts: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Ranks that lack a tensor which another has, and ranks that hold one of another stage or expert rank."""
+    by_stage: dict[int, list[Rank]] = defaultdict(list)
+    for rank, holder in ranks.files.items():
+        for chunk in range(len(holder.models)):
+            by_stage[chunk * ranks.topology.pp + rank.pp].append(rank)
+    lacking: dict[Rank, list[str]] = defaultdict(list)
+    beyond: dict[Rank, list[str]] = defaultdict(list)
+    mine, tied = _mine(ranks, facts), bool(facts.get("tied"))
+    for name, own in found.items():
+        address = next((f.address for f in own if f.address.place != "head"), own[0].address)
+        if address.place is None:
+            continue
+        experts = address.expert is not None and mine
+        have = {(f.rank, f.stage) for f in own}
+        due = {
+            (rank, stage)
+            for stage, held in enumerate(stages)
+            if held.holds(address.place, address.layer, tied)
+            or (tied and address.place == "embed" and held.holds("head", None, tied))
+            for rank in by_stage[stage]
+            if not experts or (address.expert or 0) // mine == rank.ep
+        }
+        for rank, _ in due - have:
+            lacking[rank].append(name)
+        for rank, _ in have - due:
+            beyond[rank].append(name)
+    for rank, names in sorted(lacking.items()):
+        what = f"lacks {len(names):,} tensors that it has to hold, such as {names[0]}"
+        yield failure("topology.share", ranks.files[rank].name, what, todo="Megatron refuses to load this file")
+    for rank, names in sorted(beyond.items()):
+        what = f"holds {len(names):,} tensors that belong on another rank or stage, such as {names[0]}"
+        yield failure("topology.share", ranks.files[rank].name, what, todo="Megatron refuses to load this file")
 
 
 # ---- what the folder says besides
@@ -357,7 +477,7 @@ def _whole(name: str, shares: Mapping[int, list[Held]], cut: Cut | None, count: 
 
 def _strangers(folder: Path, topology: Topology, files: Mapping[Rank, RankFile], dialect: Dialect) -> Iterator[Finding]:
     """Ranks that are missing, that should not be there, or that come from another run."""
-    expected = topology.ranks()
+    expected = dict.fromkeys(topology.ranks())
     missing = [topology.folder(rank) for rank in expected if rank not in files]
     names = missing[:_NAMED] if len(missing) > _NAMED + 1 else missing
     if len(names) < len(missing):
@@ -367,24 +487,41 @@ def _strangers(folder: Path, topology: Topology, files: Mapping[Rank, RankFile],
             "topology.rank", name, "is missing; its share of every tensor is lost", where=str(folder),
             expected=f"{len(expected):,} ranks ({topology})", got=f"{len(files):,}",
         )  # fmt: skip
-    for rank in files.keys() - set(expected):
-        what = f"is no rank of {topology}, which the arguments state"
-        yield failure("topology.rank", files[rank].name, what, where=str(folder))
-    first = next(iter(files.values()))
-    keys = {key for row in dialect.args for key in row.keys} | topology.args().keys() | {"padded_vocab_size"}
+    for rank, found in files.items():
+        if rank not in expected:
+            what = f"is no rank of {topology}, which the arguments state"
+            yield failure("topology.rank", found.name, what, where=str(folder))
+        elif found.name != topology.folder(rank):
+            what = "has a name that Megatron does not look for"
+            yield failure("topology.rank", found.name, what, where=str(folder), expected=topology.folder(rank))
+    first = next((found for found in files.values() if found.args is not None), next(iter(files.values())))
+    keys = {key for row in dialect.args for key in row.keys} | {"padded_vocab_size"}
     for found in files.values():
         if found.archive.root.get("iteration") != first.archive.root.get("iteration"):
             yield failure(
                 "topology.iteration", found.name, f"is of another iteration than {first.name}", where=str(folder),
-                expected=repr(first.archive.root.get("iteration")), got=repr(found.archive.root.get("iteration")),
+                expected=_shown(first.archive.root.get("iteration")),
+                got=_shown(found.archive.root.get("iteration")),
             )  # fmt: skip
-        for key in sorted(keys):
-            mine, theirs = (found.args or {}).get(key), (first.args or {}).get(key)
-            if str(mine) != str(theirs):
+        if found.args is None and first.args is not None:
+            yield failure("topology.args", found.name, "holds no arguments, others do", where=str(folder))
+            continue
+        told = [(key, (found.args or {}).get(key), (first.args or {}).get(key)) for key in sorted(keys)]
+        sizes = topology_of_args(found.args or {}), topology_of_args(first.args or {})
+        for key, mine, theirs in [*told, ("topology", str(sizes[0]), str(sizes[1]))]:
+            if not isinstance(mine, Record) and not isinstance(theirs, Record) and mine != theirs:
                 yield failure(
                     "topology.args", found.name, f"has another {key} than {first.name}", where=str(folder),
-                    expected=repr(theirs), got=repr(mine),
+                    expected=_shown(theirs), got=_shown(mine),
                 )  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    """An argument in a message. It may be anything, a number of thousands of digits too."""
+    try:
+        return repr(value)[:100]
+    except ValueError:
+        return "something that cannot be shown"
 
 
 def _passed_over(files: Mapping[Rank, RankFile], found: RankFolder) -> dict[str, tuple[int, int]]:

@@ -129,6 +129,15 @@ class _Unpickler(pickle.Unpickler):
             return known
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild_tensor
+        if (module, name) in (
+            ("torch._utils", "_rebuild_parameter"),
+            ("torch._utils", "_rebuild_parameter_with_state"),
+        ):
+            return lambda data, *rest: data
+        if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+            return lambda rebuild, kind, args, state: rebuild(*args)
+        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+            return Named(f"{module}.{name}")
         if module == "torch" and (name in TORCH_DTYPES or name in _STORAGES):
             return Named(f"torch.{name}")
         if (module, name) == ("torch.serialization", "_get_layout"):
