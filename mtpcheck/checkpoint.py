@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FormatError, UsageError
+from mtpcheck.gather import Gathered
 from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
-from mtpcheck.layouts.torch_ranks import RankFolder, is_torch, read_torch
+from mtpcheck.layouts.torch_ranks import is_torch, read_torch
 from mtpcheck.manifest import Manifest, read_manifest
 from mtpcheck.report.finding import Finding
 from mtpcheck.tensormap import TensorRef
@@ -36,7 +37,7 @@ class Checkpoint:
     hf: HfFolder | None = None
     fsdp: bool = False
     """Saved by Megatron-FSDP (``torch_dist``)."""
-    ranks: RankFolder | None = None
+    ranks: Gathered | None = None
     """The files of every rank (``torch``)."""
     manifest: Manifest | None = None
     passed_over: Mapping[str, tuple[int, int]] = field(default_factory=dict)

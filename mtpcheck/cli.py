@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -24,6 +23,37 @@ import typer
 
 from mtpcheck import __version__
 from mtpcheck.errors import COULD_NOT_JUDGE, FAILS, HOLDS, CheckpointFails, MtpcheckError, UsageError
+from mtpcheck.flags import (
+    AllowNoMtp,
+    Ep,
+    Etp,
+    ExitZero,
+    ExpertForm,
+    Experts,
+    Family,
+    First,
+    Iteration,
+    Json,
+    Last,
+    Layout,
+    Mcore,
+    McoreOption,
+    MegatronLayout,
+    Multiple,
+    NoAcceptance,
+    Only,
+    PipelineLayout,
+    Pp,
+    Quiet,
+    Reports,
+    Source,
+    Spec,
+    SpecOption,
+    Tp,
+    Values,
+    Verbose,
+    Vpp,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,82 +72,6 @@ app = typer.Typer(
     help="Does a converted checkpoint still have its multi-token-prediction (MTP) layer, bit for bit?\n\n"
     "Exit codes: 0 holds, 1 the checkpoint fails a check, 2 could not judge.",
 )
-
-
-class Layout(StrEnum):
-    hf = "hf"
-    torch_dist = "torch_dist"
-    torch = "torch"
-
-
-class MegatronLayout(StrEnum):
-    torch_dist = "torch_dist"
-    torch = "torch"
-
-
-class Experts(StrEnum):
-    grouped = "grouped"
-    sequential = "sequential"
-    legacy = "legacy"
-
-
-class Spec(StrEnum):
-    te = "te"
-    local = "local"
-
-
-class Mcore(StrEnum):
-    core_0_16 = "0.16"
-    core_0_19 = "0.19"
-
-
-class Values(StrEnum):
-    exact = "exact"
-    changed = "changed"
-
-
-class Only(StrEnum):
-    mtp = "mtp"
-
-
-Source = Annotated[Path, typer.Argument(metavar="CKPT", help="HF folder, Megatron root or iteration folder.")]
-Family = Annotated[str | None, typer.Option(help="Model family, if it cannot be told from the checkpoint.")]
-SpecOption = Annotated[Spec, typer.Option(help="Megatron layer spec to write for.")]
-Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")]
-McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]
-_RANKS = "Ranks (--to torch, --via torch)"
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.", rich_help_panel=_RANKS)]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.", rich_help_panel=_RANKS)]
-Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages of a pipeline rank.", rich_help_panel=_RANKS)]
-Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.", rich_help_panel=_RANKS)]
-Etp = Annotated[
-    int | None, typer.Option("--etp", min=1, help="Expert tensor parallel size; by default TP.", rich_help_panel=_RANKS)
-]
-First = Annotated[
-    int | None, typer.Option("--first-layers", min=1, help="Decoder layers of the first rank.", rich_help_panel=_RANKS)
-]
-Last = Annotated[
-    int | None, typer.Option("--last-layers", min=1, help="Decoder layers of the last rank.", rich_help_panel=_RANKS)
-]
-PipelineLayout = Annotated[
-    str, typer.Option(metavar="Et*3|..|m|L", help="Megatron's pipeline layout.", rich_help_panel=_RANKS)
-]
-ExpertForm = Annotated[
-    Experts | None, typer.Option(help="How modules keep experts; by default as the spec.", rich_help_panel=_RANKS)
-]
-Iteration = Annotated[int | None, typer.Option(min=0, help="Take this iteration of a Megatron root.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
-Reports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--report", metavar="FORMAT=PATH", help="Also write json or junit to a file, which is replaced. Repeatable."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
-AllowNoMtp = Annotated[bool, typer.Option("--allow-no-mtp", help="Judge a model without MTP layers too.")]
-NoAcceptance = Annotated[bool, typer.Option("--no-acceptance", help="Do not run the draft probe; the report says so.")]
-ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Report failures without failing (exit 0 instead of 1).")]
 
 
 @app.callback(invoke_without_command=True)

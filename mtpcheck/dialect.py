@@ -197,6 +197,13 @@ class Dialect:
 
     # ---- names → roles
 
+    def bare(self, key: Any) -> str:
+        """A key without the wrappers' names before it."""
+        name = str(key)
+        while lead := next((prefix for prefix in self.prefixes if name.startswith(prefix)), None):
+            name = name.removeprefix(lead)
+        return name
+
     def address(self, name: str) -> Address:
         """Take a name apart. ``role`` is None for one that no role has."""
         if name not in self._addresses:

@@ -23,7 +23,7 @@ from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.facts import args_from_facts, facts_from_args
 from mtpcheck.family import load_family
-from mtpcheck.layouts.torch_ranks import Ranks, assemble
+from mtpcheck.gather import Ranks, gather
 from mtpcheck.megatron import Options, dealer, one_dtype
 from mtpcheck.move import SLAB
 from mtpcheck.normalise import stored_rows
@@ -106,7 +106,7 @@ def _in_between(a_map: TensorMap, options: Options, middle: Layout) -> tuple[lis
         return dialect.rows(model, padded, KeyForm(options.spec)).rows, None
     dealt = dealer(a_map, options)
     ranks = {rank: _Dealt(dealt.topology.folder(rank), models) for rank, models in dealt.deal()}
-    tensors = assemble(Ranks(ranks, dealt.topology, args_from_facts(dialect.args, a_map.facts)), dialect).tensors
+    tensors = gather(Ranks(ranks, dealt.topology, args_from_facts(dialect.args, a_map.facts)), dialect).tensors
     return dialect.rows(model, padded, KeyForm(options.spec, stored=tensors.keys())).rows, tensors
 
 

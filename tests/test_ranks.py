@@ -256,7 +256,7 @@ def test_a_round_trip_through_ranks_is_proved_by_plan(wide_model: Path, monkeypa
     report = prove(wide_model, options=options, via="torch")
     assert report.verdict == "holds"
     assert "TP 4 · PP 3 · VPP 2 · EP 2 · ETP 2" in report.summary
-    import mtpcheck.layouts.torch_ranks as module
+    import mtpcheck.gather as module
 
     right = module._cut
 

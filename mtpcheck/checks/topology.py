@@ -11,7 +11,7 @@ from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import compare_all
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import MtpcheckError
-from mtpcheck.layouts.torch_ranks import RankFolder, Ranks, Reading, assemble
+from mtpcheck.gather import Gathered, Ranks, Reading, gather
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import of_group
@@ -36,7 +36,7 @@ def check_ranks(checkpoint: Checkpoint, progress: Progress | None = None) -> lis
     return found
 
 
-def _disagree(ranks: RankFolder, number: int, what: str, expected: str, got: str) -> Finding:
+def _disagree(ranks: Gathered, number: int, what: str, expected: str, got: str) -> Finding:
     first, other = ranks.replicas[number]
     copied = "" if first.name == other.name else f", a copy of {first.name}"
     return failure(
@@ -86,7 +86,7 @@ def _read(
 ) -> Checkpoint | None:
     """The checkpoint as it reads under a theory; None unless ``parts`` then equal the reference's."""
     try:
-        folder = assemble(theory.ranks, load_dialect(), theory.reading, only)
+        folder = gather(theory.ranks, load_dialect(), theory.reading, only)
     except MtpcheckError:
         return None
     strangers = checkpoint.ranks.strangers if checkpoint.ranks else []
