@@ -107,13 +107,14 @@ def code_again(
 
     ``names``: tensors that were codes in the source. Values that were trained on stay bf16, and are found.
     """
-    coded, findings = dict(tensors), list[Finding]()
+    coded = dict(tensors)
     derived: dict[str, Coded] = {}
+    bare: list[str] = []
     kept: list[tuple[str, TensorRef, TensorRef]] = []
     for name in names:
         values, scales = tensors.get(name), aside.get(name + SCALE)
         if values is None or values.dtype != "BF16" or scales is None or scales.dtype != "F32":
-            findings.append(warning("quantization.trained", name, "no scales were kept for it; it is written as bf16"))
+            bare.append(name)
             continue
         own = Coded(values.plan, scales.plan, block, name)
         codes = aside.get(name) or TensorRef(CODES, Plan.region(own, 0, values.shape, 1))
@@ -126,14 +127,29 @@ def code_again(
     strange = {name: difference.elements for name, difference in compare_all(kept, progress).items()}
     for name, count in in_parallel(_counts(derived)):
         strange[name] = strange.get(name, 0) + count
-    for name, count in strange.items():
-        if count:
-            coded[name] = tensors[name]
-            del coded[name + SCALE]
-            what = f"{count:,} values are none that its scales give; it is written as bf16"
-            todo = "quantization_config still declares FP8: list it in modules_to_not_convert, or quantize it anew"
-            findings.append(warning("quantization.trained", name, what, todo=todo))
-    return coded, findings
+    trained = {name: count for name, count in strange.items() if count}
+    for name in trained:
+        coded[name] = tensors[name]
+        del coded[name + SCALE]
+    return coded, [*_of_bare(bare), *_of_trained(trained)]
+
+
+_NAMED = 20  # tensors that are named one by one
+
+
+def _of_bare(names: list[str]) -> Iterator[Finding]:
+    if names:
+        what = "no scales were kept for them; they are written as bf16"
+        yield warning("quantization.trained", f"{names[0]} and {len(names) - 1:,} more", what)
+
+
+def _of_trained(trained: Mapping[str, int]) -> Iterator[Finding]:
+    todo = "quantization_config still declares FP8: list it in modules_to_not_convert, or quantize it anew"
+    for name, count in list(trained.items())[:_NAMED]:
+        what = f"{count:,} values are none that its scales give; it is written as bf16"
+        yield warning("quantization.trained", name, what, todo=todo)
+    if (more := len(trained) - _NAMED) > 0:
+        yield warning("quantization.trained", f"{more:,} more tensors", "are written as bf16 too", todo=todo)
 
 
 def _counts(derived: Mapping[str, Coded]) -> Iterator[Callable[[Alive], tuple[str, int]]]:

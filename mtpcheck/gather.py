@@ -250,8 +250,8 @@ def _misplaced(
         for rank, _ in have - due:
             beyond[rank].append(name)
     for rank, names in sorted(lacking.items()):
-        what = f"lacks {len(names):,} tensors that it has to hold, such as {names[0]}"
+        what = f"lacks {len(names):,} tensor{'s' * (len(names) > 1)} that it has to hold, such as {names[0]}"
         yield failure("topology.share", ranks.files[rank].name, what, todo="Megatron refuses to load this file")
     for rank, names in sorted(beyond.items()):
-        what = f"holds {len(names):,} tensors that belong on another rank or stage, such as {names[0]}"
+        what = f"holds {len(names):,} tensor{'s' * (len(names) > 1)} of another rank or stage, such as {names[0]}"
         yield failure("topology.share", ranks.files[rank].name, what, todo="Megatron refuses to load this file")

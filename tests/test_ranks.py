@@ -458,7 +458,7 @@ MOVED: dict[str, tuple[str, Any, str]] = {
     "the embedding of the MTP stage": ("mp_rank_00_002_000", drop(EMBEDDING), f"such as {EMBEDDING}"),
     "the embedding of the first stage": ("mp_rank_00_000_000", drop(EMBEDDING), f"such as {EMBEDDING}"),
     "a layer number": ("mp_rank_01_001_001", drop(".layers.0."), "lacks 1"),
-    "an MTP layer elsewhere": ("mp_rank_00_000_000", put(ENORM, 16), "holds 1 tensors that belong on another rank"),
+    "an MTP layer elsewhere": ("mp_rank_00_000_000", put(ENORM, 16), "holds 1 tensor of another rank or stage"),
     "a head elsewhere": ("mp_rank_00_001_000", put("output_layer.weight", 40, 16), "holds 1"),
     "an expert elsewhere": ("mp_rank_00_001_000", put(f"{EXPERT}4", 16, 16), "holds 1"),
 }  # fmt: skip
