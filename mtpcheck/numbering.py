@@ -23,22 +23,24 @@ class Layers:
 
     numbers: list[int]
     of_rank: Mapping[str, list[int]]
-    mtp: bool
+    mtp: int
+    """How many MTP layers it holds."""
 
 
 def layers_of(ranks: Ranks, dialect: Dialect) -> dict[int, Layers]:
     """Stage → its layers' numbers. Stage ``i`` is chunk ``i // PP`` of pipeline rank ``i % PP``."""
     own: dict[int, dict[str, set[int]]] = defaultdict(dict)
-    mtp: set[int] = set()
+    mtp: dict[int, set[int | None]] = defaultdict(set)
     for rank, found in ranks.files.items():
         for chunk, model in enumerate(found.models):
             stage = chunk * ranks.topology.pp + rank.pp
             addresses = [dialect.address(dialect.bare(name)) for name in model]
             own[stage][found.name] = {a.layer for a in addresses if a.place == "layer" and a.layer is not None}
-            if any(a.place == "mtp" for a in addresses):
-                mtp.add(stage)
+            mtp[stage] |= {a.layer for a in addresses if a.place == "mtp"}
     return {
-        stage: Layers(sorted(set().union(*by_rank.values())), {r: sorted(n) for r, n in by_rank.items()}, stage in mtp)
+        stage: Layers(
+            sorted(set().union(*by_rank.values())), {r: sorted(n) for r, n in by_rank.items()}, len(mtp[stage])
+        )
         for stage, by_rank in own.items()
     }
 
@@ -52,7 +54,8 @@ def stages_of(
     counts = [len(layers[stage].numbers) if stage in layers else 0 for stage in range(count)]
     in_order = all(own.numbers == list(range(len(own.numbers))) for own in layers.values())
     try:
-        dealt = topology.stages(total, facts.get("mtp_layers") or 0)
+        # as many MTP layers as there are; whether the arguments declare them is judged elsewhere
+        dealt = topology.stages(total, max((own.mtp for own in layers.values()), default=0))
         why = ""
         if in_order and len(layers) == count and sum(counts) == total and counts != [len(s.layers) for s in dealt]:
             why = f"they say {[len(s.layers) for s in dealt]} layers, the stages hold {counts}"
@@ -61,7 +64,7 @@ def stages_of(
     if why:
         what = f"the arguments do not tell how layers were dealt out ({why}); they were counted instead"
         findings.append(warning("topology.args", "pipeline stages", what))
-        return _counted(counts, [stage in layers and layers[stage].mtp for stage in range(count)])
+        return _counted(counts, [stage in layers and layers[stage].mtp > 0 for stage in range(count)])
     for stage, own in layers.items():
         expected = list(range(len(dealt[stage].layers)))
         apart = [rank for rank, numbers in own.of_rank.items() if numbers != expected]

@@ -48,9 +48,11 @@ class Stage:
             return layer in self.layers
         if place == "head":
             return self.head and not (tied and self.embedding)
-        return {"mtp": self.mtp, "embed": self.embedding or self.mtp, "final_norm": self.final_norm}.get(
-            place or "", False
-        )
+        if place == "embed":
+            return self.embedding or self.mtp
+        if place == "mtp":
+            return self.mtp
+        return place == "final_norm" and self.final_norm
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import json
 import pickle
 import shutil
 import types
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,21 @@ def test_every_family_goes_through_ranks(name: str, spec: Any) -> None:
     assert report.verdict == "holds", report.findings
 
 
+def test_mtp_layers_that_nobody_declares_are_where_they_belong(wide_model: Path, tmp_path: Path) -> None:
+    """Whether they are declared is judged once, and alike in every layout."""
+    source = Path(shutil.copytree(wide_model, tmp_path / "hf"))
+    config = json.loads((source / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (source / "config.json").write_text(json.dumps(config))
+    told = {}
+    for via in ("torch_dist", "torch"):
+        options = Options("local", 8, topology=Topology(pp=2) if via == "torch" else Topology())
+        report = roundtrip(source, options=options, via=via)  # type: ignore[arg-type]
+        assert report.verdict == "holds", report.findings
+        told[via] = {f.check for f in report.findings if f.check != "presence.copy"}
+    assert told["torch"] == told["torch_dist"] == {"declaration.count"}
+
+
 @pytest.mark.parametrize("source", ["torch", "torch_dist"])
 @pytest.mark.parametrize("via", ["torch", "torch_dist", None])
 def test_megatron_sources_round_trip_through_every_layout(source: str, via: Any) -> None:
@@ -376,33 +393,31 @@ def test_a_deleted_rank_is_named(wide_model: Path, ranks: Path) -> None:
         convert(ranks, ranks.parent / "hf")
 
 
-@pytest.mark.parametrize("by", [1, 4])
-def test_shifted_layer_numbers_of_a_stage_are_named(wide_model: Path, ranks: Path, by: int) -> None:
+def renumber(number_of: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
+    """An edit that gives every decoder layer of a file another number."""
+
     def change(root: dict[str, Any]) -> None:
         moved = {}
         for name, tensor in root["model"].items():
             lead, _, rest = name.partition("decoder.layers.")
             number, _, below = rest.partition(".")
-            moved[f"decoder.layers.{int(number) + by}.{below}" if not lead and rest else name] = tensor
+            moved[name if lead or not rest else f"decoder.layers.{number_of(int(number))}.{below}"] = tensor
         root["model"] = moved
 
+    return change
+
+
+@pytest.mark.parametrize("by", [1, 4])
+def test_shifted_layer_numbers_of_a_stage_are_named(wide_model: Path, ranks: Path, by: int) -> None:
     for path in ranks.glob("mp_rank_*_001_*"):
-        edit(path, change)
+        edit(path, renumber(lambda number: number + by))
     found = judged(wide_model, ranks)
     assert found == {"topology.layers": "pipeline rank 1"}
 
 
 def test_turned_layer_numbers_of_a_stage_are_named(wide_model: Path, ranks: Path) -> None:
-    def change(root: dict[str, Any]) -> None:
-        moved = {}
-        for name, tensor in root["model"].items():
-            lead, _, rest = name.partition("decoder.layers.")
-            number, _, below = rest.partition(".")
-            moved[f"decoder.layers.{(int(number) + 1) % 4}.{below}" if not lead and rest else name] = tensor
-        root["model"] = moved
-
     for path in ranks.glob("mp_rank_*_002_*"):
-        edit(path, change)
+        edit(path, renumber(lambda number: (number + 1) % 4))
     assert judged(wide_model, ranks)["topology.turned"] == "pipeline rank 2"
 
 
