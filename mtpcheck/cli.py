@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from mtpcheck import __version__
-from mtpcheck.errors import COULD_NOT_JUDGE, FAILS, HOLDS, CheckpointFails, MtpcheckError, UsageError
+from mtpcheck.errors import COULD_NOT_JUDGE, HOLDS, CheckpointFails, MtpcheckError, UsageError
 from mtpcheck.flags import (
     AllowNoMtp,
     Ep,
@@ -54,10 +53,9 @@ from mtpcheck.flags import (
     Verbose,
     Vpp,
 )
+from mtpcheck.judging import console, judged, sentence, show_progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mtpcheck.megatron import Options
     from mtpcheck.report.report import Report
 
@@ -92,13 +90,13 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
         found = run(ckpt, family, iteration)
     except Exception as error:
         if as_json:
-            typer.echo(machine.error_json("inspect", [str(ckpt)], _sentence(error)))
+            typer.echo(machine.error_json("inspect", [str(ckpt)], sentence(error)))
         raise
     if as_json:
         document = {**asdict(found), "findings": [f.as_dict() for f in found.findings]}
         typer.echo(json.dumps({"schema_version": 1, "command": "inspect", **document}, indent=2))
     else:
-        render(found, _console())
+        render(found, console())
     return HOLDS
 
 
@@ -124,10 +122,10 @@ def verify(
     from mtpcheck.verify import verify as run
 
     def judge() -> Report:
-        show = _show_progress(as_json, quiet)
+        show = show_progress(as_json, quiet)
         return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration)
 
-    return _judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
 
 @app.command()
@@ -173,10 +171,10 @@ def roundtrip(
         options = _options(spec, vocab_multiple, mcore, ranks, experts, middle)
         if plan:
             return prove(ckpt, family, options, workdir, allow_no_mtp, middle, iteration)
-        show = _show_progress(as_json, quiet)
+        show = show_progress(as_json, quiet)
         return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration)
 
-    return _judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
 
 @app.command()
@@ -213,7 +211,7 @@ def convert(
     with bar("converting", total, not quiet) as progress:
         converted = run(src, dst, to.value if to else None, family, options, like, progress, iteration=iteration)
     if not quiet:
-        render_converted(converted, _console())
+        render_converted(converted, console())
     elif converted.exit_code != HOLDS:
         _complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
     return converted.exit_code
@@ -233,79 +231,7 @@ def _options(
     return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None)
 
 
-# ---- what every judging command shares
-
-
-def _judged(
-    command: str,
-    subjects: list[Path],
-    judge: Callable[[], Report],
-    as_json: bool,
-    targets: list[str] | None,
-    quiet: bool,
-    verbose: bool,
-    no_acceptance: bool,
-    exit_zero: bool,
-) -> int:
-    """Run a judging command and render its report everywhere it is wanted."""
-    from mtpcheck.report import machine
-
-    names = [str(subject) for subject in subjects]
-    wanted: list[tuple[str, Path]] = []
-    try:
-        wanted = [_target(text, subjects) for text in targets or ()]
-        report = judge()
-    except Exception as error:
-        what = command, names, _sentence(error)
-        _write(wanted, {"json": machine.error_json, "junit": machine.error_junit}, *what)
-        if as_json:
-            typer.echo(machine.error_json(*what))
-        raise
-    if no_acceptance:
-        report.skip("acceptance", "--no-acceptance was given")
-    _write(wanted, {"json": machine.as_json, "junit": machine.as_junit}, report)
-    if as_json:
-        typer.echo(machine.as_json(report))
-    else:
-        from mtpcheck.report.terminal import render, verdict_line
-
-        if quiet:
-            typer.echo(verdict_line(report))
-        else:
-            render(report, _console(), verbose)
-    return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
-
-
-def _target(text: str, subjects: list[Path]) -> tuple[str, Path]:
-    """Format and path of a report. Refused now what would fail after an hour, or write into a checkpoint."""
-    kind, _, name = text.partition("=")
-    path = Path(name)
-    if kind not in ("json", "junit") or not name:
-        raise UsageError(f"--report {text}: expected json=PATH or junit=PATH")
-    if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--report {text}: {path} is a folder, or lies in none that exists")
-    if any(path.resolve().is_relative_to(subject.resolve()) for subject in subjects):
-        raise UsageError(f"--report {text}: lies inside a checkpoint; name a file outside it")
-    return kind, path
-
-
-def _write(wanted: list[tuple[str, Path]], renderers: dict[str, Callable[..., str]], *what: Any) -> None:
-    for kind, path in wanted:
-        path.write_text(renderers[kind](*what), encoding="utf-8", errors="backslashreplace")
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, MtpcheckError) else f"{type(error).__name__}: {error}"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _show_progress(as_json: bool, quiet: bool) -> bool:
-    return not (as_json or quiet)
+# ---- errors and signals → exit codes
 
 
 def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
