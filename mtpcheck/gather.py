@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtpcheck.cut import Cut
-from mtpcheck.dialect import EMBEDDING, Dialect
+from mtpcheck.dialect import EMBEDDING, HEAD, Dialect
 from mtpcheck.errors import FamilyError, FormatError, MtpcheckError
 from mtpcheck.expr import evaluate
 from mtpcheck.facts import facts_from_args
 from mtpcheck.numbering import layers_of, places_of, stages_of
 from mtpcheck.report.finding import Finding, failure
-from mtpcheck.roles import Address
+from mtpcheck.roles import Address, Place
 from mtpcheck.tensormap import TensorRef
 from mtpcheck.topology import Rank, Stage, Topology
 
@@ -232,23 +232,23 @@ def _misplaced(
     beyond: dict[Rank, list[str]] = defaultdict(list)
     mine, tied = _mine(ranks, facts), bool(facts.get("tied"))
     for name, own in found.items():
-        address = next((f.address for f in own if f.address.place != "head"), own[0].address)
-        if address.place is None:
+        # a tied head is the embedding under a second name, and a stage may have to hold both
+        places: tuple[Place | None, ...] = ("embed", "head") if tied and name == EMBEDDING else (own[0].address.place,)
+        if None in places:
             continue
-        experts = address.expert is not None and mine
-        have = {(f.rank, f.stage) for f in own}
+        layer, expert = own[0].address.layer, own[0].address.expert
+        have = {(f.rank, f.stage, f.address.place) for f in own}
         due = {
-            (rank, stage)
-            for stage, held in enumerate(stages)
-            if held.holds(address.place, address.layer, tied)
-            or (tied and address.place == "embed" and held.holds("head", None, tied))
-            for rank in by_stage[stage]
-            if not experts or (address.expert or 0) // mine == rank.ep
+            (rank, number, place)
+            for number, stage in enumerate(stages)
+            for place in places
+            if stage.holds(place, layer, tied)
+            for rank in by_stage[number]
+            if expert is None or not mine or expert // mine == rank.ep
         }
-        for rank, _ in due - have:
-            lacking[rank].append(name)
-        for rank, _ in have - due:
-            beyond[rank].append(name)
+        for told, apart in ((lacking, due - have), (beyond, have - due)):
+            for rank, _, place in apart:
+                told[rank].append(HEAD if place == "head" else name)
     for rank, names in sorted(lacking.items()):
         what = f"lacks {len(names):,} tensor{'s' * (len(names) > 1)} that it has to hold, such as {names[0]}"
         yield failure("topology.share", ranks.files[rank].name, what, todo="Megatron refuses to load this file")

@@ -492,6 +492,21 @@ def test_what_a_rank_lacks_or_should_not_hold_is_named(what: str, wide_model: Pa
         convert(ranks, ranks.parent / "hf")
 
 
+@pytest.mark.parametrize("rank, names", [
+    ("mp_rank_00_001", ["output_layer.weight"]), ("mp_rank_00_001", [EMBEDDING]), ("mp_rank_00_000", [EMBEDDING]),
+    ("mp_rank_00_001", [EMBEDDING, "output_layer.weight"]),
+])  # fmt: skip
+def test_every_copy_of_a_tied_embedding_has_to_be_there(tmp_path: Path, rank: str, names: list[str]) -> None:
+    """megatron-core keeps two on the last stage, as the embedding of the MTP layer and as the head."""
+    source = SAMPLES / "core-0.16.1" / "tied_pp2" / "torch"
+    folder = Path(shutil.copytree(source, tmp_path / "copy"))
+    edit(next(folder.rglob(rank)), lambda root: [root["model"].pop(name) for name in names])
+    for a, b in ((source, folder), (folder, source)):
+        shares = [f for f in verify(a, b).failures if f.check == "topology.share"]
+        assert [f.subject for f in shares] == [rank], shares
+        assert shares[0].message.startswith(f"lacks {len(names)} tensor") and names[0] in shares[0].message
+
+
 def test_a_projection_whole_on_one_rank_and_cut_on_another_is_found(tmp_path: Path) -> None:
     options = Options("te", topology=Topology(tp=2, etp=2))
     convert(FIXTURES / "deepseek_v3", tmp_path / "ranks", "torch", options=options)
