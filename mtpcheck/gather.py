@@ -247,7 +247,7 @@ def _misplaced(
             if expert is None or not mine or expert // mine == rank.ep
         }
         for told, apart in ((lacking, due - have), (beyond, have - due)):
-            for rank, _, place in apart:
+            for rank, _, place in sorted(apart, key=lambda one: (one[0], one[1], one[2] or "")):
                 told[rank].append(HEAD if place == "head" else name)
     for rank, names in sorted(lacking.items()):
         what = f"lacks {len(names):,} tensor{'s' * (len(names) > 1)} that it has to hold, such as {names[0]}"
