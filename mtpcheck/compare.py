@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from mtpcheck.move import SLAB, Bytes, fill, scratch, slabs, straight_run
+from mtpcheck.move import SLAB, Bytes, bytes_of, slabs, straight_run
 from mtpcheck.parallel import JOB, Alive, batches, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress, Silent
@@ -69,7 +69,7 @@ def _compare(progress: Progress, pieces: list[_Piece], alive: Alive) -> _Found:
         step = JOB if straight_run(a) and straight_run(b) else SLAB  # what is mapped needs no buffer
         for (at, part), (_, other) in zip(slabs(a, step), slabs(b, step), strict=True):
             alive()
-            left, right = _bytes(part, "left"), _bytes(other, "right")
+            left, right = bytes_of(part, "left"), bytes_of(other, "right")
             if _memcmp(left.ctypes.data, right.ctypes.data, len(left)):
                 found.append((name, _locate(left, right, start + at, a.itemsize)))
             progress.advance(part.nbytes)
@@ -78,17 +78,6 @@ def _compare(progress: Progress, pieces: list[_Piece], alive: Alive) -> _Found:
 
 _memcmp = ctypes.CDLL(None).memcmp  # lets go of the interpreter lock, and makes no array of booleans
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def _bytes(plan: Plan, use: str) -> Bytes:
-    """The tensor in C order: the file itself where it is one run of a file, else a copy in memory of the thread."""
-    run = straight_run(plan)
-    mapped = run[0].mapped(run[1], plan.nbytes) if run else None
-    if mapped is not None:
-        return np.frombuffer(mapped, np.uint8)
-    copy = scratch(plan.nbytes, use)
-    fill(plan, copy.data)
-    return copy
 
 
 def _locate(left: Bytes, right: Bytes, start: int, itemsize: int) -> Difference:

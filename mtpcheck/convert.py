@@ -1,31 +1,23 @@
-"""One direction: any checkpoint, through the tensor map, into the other layout on disk."""
+"""One direction: any checkpoint, through the tensor map, into another layout on disk."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.topology import check_ranks
-from mtpcheck.compare import is_zero
-from mtpcheck.encoding import CODES, block_of, code_again
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
-from mtpcheck.facts import config_from_facts
-from mtpcheck.family import load_family
-from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
+from mtpcheck.export import padding_findings, write_hf
 from mtpcheck.manifest import Manifest
-from mtpcheck.megatron import Options, copy_states, dealer, load_writers, write_megatron
+from mtpcheck.megatron import Options, copy_states, dealer, held_by_megatron, load_writers, write_megatron
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
-from mtpcheck.report.finding import Finding, Severity, failure, note, warning
-from mtpcheck.rows import factored
+from mtpcheck.report.finding import Finding, Severity
 from mtpcheck.target import check_space, check_target, new_folder
-from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, read_tensor_map
+from mtpcheck.tensormap import TensorMap, read_tensor_map
 
 if TYPE_CHECKING:
     from mtpcheck.layouts.hf_writer import Written
@@ -85,12 +77,13 @@ def convert(
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
-    needed = dealer(tensor_map, options).nbytes if to == "torch" else tensor_map.nbytes
+    held = held_by_megatron(tensor_map, to, options) if to != "hf" else tensor_map
+    needed = dealer(held, options).nbytes if to == "torch" else held.nbytes
     check_space(target.parent, needed if written is None else 0)
     load_writers(to)
     with new_folder(target) as folder:
         if to == "hf":
-            findings = _write_hf(opened, tensor_map, folder, progress or Silent(), written)
+            findings = write_hf(opened, tensor_map, folder, options.fp8, progress or Silent(), written)
         else:
             findings = write_megatron(opened, tensor_map, folder, to, options, progress or Silent())
             findings += padding_findings(tensor_map, options.padded_vocab(tensor_map.facts["vocab"], to))
@@ -120,7 +113,7 @@ _BLOCKING = ("presence", "structure", "topology", "quantization")
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
     unsound = any(f.check == "quantization.scale" for f in tensor_map.findings)
-    if (why := is_quantized(source, tensor_map.encoded)) and not unsound:
+    if (why := is_quantized(source, tensor_map)) and not unsound:
         raise UnsupportedError(
             f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
             "verify still compares two such checkpoints"
@@ -141,89 +134,3 @@ def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:
     if tensor_map.facts.get("mtp_layers") and not tensor_map.facts["mtp_stored"]:
         findings = tuple(check_count(tensor_map, str(source.path)))
         raise CheckpointFails(f"{source.path}: {findings[0].message}; nothing was written", findings)
-
-
-def padding_findings(tensor_map: TensorMap, room: int) -> list[Finding]:
-    """Vocabulary rows beyond the true size that hold anything but zeros, where the target has ``room`` for fewer."""
-    findings = []
-    for part, ref in tensor_map.padding.items():
-        true = factored(tensor_map.model.shapes[part])[0]
-        lost = ref.plan.slice(0, min(max(0, room - true), ref.shape[0]), ref.shape[0])
-        if not is_zero(TensorRef(ref.dtype, lost)):
-            what = f"{lost.shape[0]} rows beyond the vocabulary of {true} are not zero; there is no place for them"
-            findings.append(warning("values.padding", tensor_map.names[part], what))
-    return findings
-
-
-# ---- Megatron → Hugging Face
-
-
-def _write_hf(
-    source: Checkpoint, tensor_map: TensorMap, folder: Path, progress: Progress, written: Written | None
-) -> list[Finding]:
-    from mtpcheck.layouts.hf_writer import Form, default_form, write_shards
-
-    manifest = source.manifest
-    findings: list[Finding] = []
-    tensors = _hf_tensors(tensor_map, manifest.copies if manifest else {})
-    if manifest is not None:
-        tensors, findings = _coded(tensors, manifest, progress)
-    form = None
-    for part, state in (manifest.copies if manifest else {}).items():
-        if state == "own" and part in tensor_map.copies:
-            what = "the reference has its own tensor here, which Megatron does not hold; it is left out"
-            findings.append(failure("presence.copy", part, what))
-    if manifest is not None:
-        index = manifest.file(INDEX).read_bytes() if INDEX in manifest.files else None
-        form = Form(manifest.headers, index)
-        if not form.fits(tensors):
-            form = None
-            findings.append(note("result.form", str(folder.name), "Megatron's tensors no longer have the form of the "
-                                 "original files; shards and index are made anew"))  # fmt: skip
-        for name in manifest.files:
-            if name != INDEX:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(manifest.file(name), folder / name)
-    write_shards(folder, form or default_form(tensors), tensors, progress, written)
-    original = manifest.config if manifest else None
-    config = derived_config(tensor_map, original)
-    if original is not None and block_of(original) and not any(ref.dtype == CODES for ref in tensors.values()):
-        config.pop("quantization_config")
-    if config != original:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
-    return findings + padding_findings(tensor_map, 0)
-
-
-def _coded(
-    tensors: dict[str, TensorRef], manifest: Manifest, progress: Progress
-) -> tuple[dict[str, TensorRef], list[Finding]]:
-    """The tensors with codes in place of values, where the source had codes and the values are still theirs."""
-    entries = {name: entry for raw in manifest.headers.values() for name, entry in header_entries(raw).items()}
-    names = [name for name, (dtype, _, _) in entries.items() if dtype == CODES]
-    block = block_of(manifest.config)
-    return code_again(tensors, names, manifest.aside, block, progress) if names and block else (tensors, [])
-
-
-def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:
-    """Every HF tensor, with the copies that the source had and that equalled what they repeat."""
-    refs = dict(tensor_map.parts)
-    for part, state in copies.items():
-        if state == "equal" and part in tensor_map.copies:
-            refs.setdefault(part, refs[tensor_map.repeated_by(part)])
-    plans = {part: ref.plan for part, ref in refs.items()}
-    tensors = {}
-    for row in tensor_map.model.rows:
-        if all(part in refs for part in row.parts):
-            plan = row.join(plans, tensor_map.model.shapes)
-            tensors[row.name] = TensorRef(refs[row.parts[0]].dtype, plan)
-            assert plan.itemsize * 8 == DTYPE_BITS[refs[row.parts[0]].dtype]
-    return tensors
-
-
-def derived_config(tensor_map: TensorMap, original: Mapping[str, Any] | None) -> dict[str, Any]:
-    """config.json from Megatron's arguments; ``original`` lends only keys that Megatron has no word for."""
-    family = load_family(tensor_map.family)
-    start: dict[str, Any] = {"architectures": list(family.architectures), "model_type": family.model_types[0]}
-    derived = config_from_facts(family.all_config, tensor_map.facts, original)
-    return derived if original is not None else {**start, **derived}

@@ -1,34 +1,36 @@
-"""How a checkpoint encodes its weights: block-scaled FP8 decoded on reading, and coded again on export.
+"""How a checkpoint encodes its weights: FP8 with scales decoded on reading, and coded again on export.
 
-    X.weight             F8_E4M3, the codes
-    X.weight_scale_inv   F32, one scale for each block of ``quantization_config.weight_block_size``
+    X.weight                 F8_E4M3, the codes
+    X.weight_scale_inv       one scale for each block of ``quantization_config.weight_block_size``, or one in all
+    X.activation_scale       beside a tensor with one scale, where activations are quantized by a fixed one
 
 In the tensor map X.weight is bf16 like any other: its bytes are a value node, computed as they are read. The scales go
-beside Megatron (the *aside*), and the codes too where bf16 cannot tell two of them apart.
+beside Megatron (the *aside*), and the codes too where bf16 cannot tell two of them apart. Or Megatron's tensors hold
+the codes themselves (``keep``): then nothing is computed, and only the scales lie beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import compare_all
 from mtpcheck.errors import FormatError
-from mtpcheck.fp8 import Coded, Dequantized, Scaled, grid_of, strangers
+from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid
 from mtpcheck.move import SLAB
 from mtpcheck.parallel import Alive, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
-from mtpcheck.report.finding import Finding, failure, warning
-from mtpcheck.tensormap import Encoded, TensorRef
+from mtpcheck.report.finding import Finding, failure
+from mtpcheck.tensormap import Encoded, TensorMap, TensorRef
 
-SCALE = "_scale_inv"
 CODES = "F8_E4M3"
+SCALE = "_scale_inv"
+_SCALES_OF_WHOLE = (SCALE, "_scale")  # transformers' own spelling, and that of vLLM's FP8 checkpoints
+_ACTIVATION = ("activation_scale", "input_scale")
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class Decoded:
 
 
 def block_of(config: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Rows and columns of one block, if the config declares block-scaled FP8."""
+    """Rows and columns of one block, if the config declares FP8 with scales; WHOLE for one scale a tensor."""
     declared = (config or {}).get("quantization_config")
     if not isinstance(declared, dict) or declared.get("quant_method") != "fp8":
         return None
     block = declared.get("weight_block_size")
+    if block is None:
+        return WHOLE
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         return None
     return block[0], block[1]
@@ -61,106 +65,152 @@ def decode(checkpoint: Checkpoint) -> Decoded:
     for name, ref in checkpoint.tensors.items():
         if ref.dtype != CODES:
             continue
-        scales = tensors.pop(name + SCALE, None)
         try:
-            if scales is None:
-                raise FormatError(f"{name}{SCALE} is missing, without which the codes mean nothing")
-            if scales.dtype != "F32" or len(ref.shape) != 2:
-                raise FormatError(f"{name} is {len(ref.shape)}-D with {scales.dtype} scales, expected 2-D with F32")
-            scaled = Scaled(ref.plan, scales.plan, block, name)
+            own = _encoded(name, ref, tensors, block)
         except FormatError as error:
             findings.append(failure("quantization.scale", name, str(error)))
+            tensors.pop(name + SCALE, None)
             continue
-        values = _values(scaled)
-        tensors[name], encoded[name] = values, Encoded(values, ref, scales, block)
+        tensors[name], encoded[name] = own.values, own
+        for beside in own.beside:
+            del tensors[beside]
     return Decoded(tensors, encoded, tuple(findings))
 
 
-def _values(scaled: Scaled) -> TensorRef:
-    return TensorRef("BF16", Plan.region(Dequantized(scaled), 0, scaled.shape, 2))
+def scale_names(name: str, block: tuple[int, int]) -> list[str]:
+    """How the scales of a tensor may be spelled."""
+    return [name + suffix for suffix in (_SCALES_OF_WHOLE if block == WHOLE else (SCALE,))]
 
 
-# ---- beside Megatron
+def _encoded(name: str, codes: TensorRef, tensors: Mapping[str, TensorRef], block: tuple[int, int]) -> Encoded:
+    """Codes with what belongs to them. Raises FormatError if scales are missing or do not fit."""
+    spelled = scale_names(name, block)
+    scale = next((s for s in spelled if s in tensors), None)
+    if scale is None:
+        raise FormatError(f"{spelled[0]} is missing, without which the codes mean nothing")
+    grid = Grid(tensors[scale], block, codes.shape, name)
+    values = TensorRef("BF16", Plan.region(Dequantized(codes.plan, grid), 0, codes.shape, 2))
+    others = [f"{name.removesuffix('weight')}{suffix}" for suffix in _ACTIVATION]
+    return Encoded(values, codes, {s: tensors[s] for s in (scale, *others) if s in tensors}, grid)
 
 
-def aside_of(encoded: Mapping[str, Encoded]) -> dict[str, TensorRef]:
-    """What Megatron cannot hold: every scale, and the codes of tensors of which bf16 cannot tell two codes apart."""
+# ---- in Megatron
+
+
+def as_codes(tensor_map: TensorMap, names: Collection[str] | None = None) -> TensorMap:
+    """The same map with codes in place of the values of encoded tensors, of all or of these."""
+    model = tensor_map.model
+    parts = dict(tensor_map.parts)
+    for row in model.rows:
+        if row.name in tensor_map.encoded and (names is None or row.name in names):
+            codes = row.split(tensor_map.encoded[row.name].codes.plan, model.shapes)
+            parts.update({part: TensorRef(CODES, plan) for part, plan in codes.items() if part in parts})
+    return replace(tensor_map, parts=parts)
+
+
+def decode_parts(tensor_map: TensorMap, aside: Mapping[str, TensorRef], config: Mapping[str, Any] | None) -> TensorMap:
+    """A Megatron map whose parts hold codes (``keep``), with values in their place: scales come from the aside."""
+    if not any(ref.dtype == CODES for ref in tensor_map.parts.values()):
+        return tensor_map
+    parts, encoded, findings = dict(tensor_map.parts), dict[str, Encoded](), list[Finding]()
+    block = block_of(config)
+    shapes = tensor_map.model.shapes
+    for row in tensor_map.model.rows:
+        refs = [parts.get(part) for part in row.parts]
+        if not all(ref is not None and ref.dtype == CODES for ref in refs):
+            continue
+        codes = TensorRef(CODES, row.join({part: parts[part].plan for part in row.parts}, shapes))
+        try:
+            if block is None:
+                raise FormatError("holds FP8 codes without scales beside; --like the folder that was imported")
+            encoded[row.name] = own = _encoded(row.name, codes, aside, block)
+        except FormatError as error:
+            findings.append(failure("quantization.scale", row.name, str(error)))
+            continue
+        parts.update({part: TensorRef("BF16", plan) for part, plan in row.split(own.values.plan, shapes).items()})
+    return replace(tensor_map, parts=parts, encoded=encoded, findings=(*tensor_map.findings, *findings))
+
+
+def aside_of(encoded: Mapping[str, Encoded], keep: bool) -> dict[str, TensorRef]:
+    """What Megatron cannot hold: every scale, and, unless it holds the codes themselves, those of tensors of which
+    bf16 cannot tell two codes apart."""
     kept: dict[str, TensorRef] = {}
     for name, own in encoded.items():
-        kept[name + SCALE] = own.scales
-        if _collapses(Scaled(own.codes.plan, own.scales.plan, own.block, name)):
+        kept.update(own.beside)
+        if not keep and own.grid.collapsed:
             kept[name] = own.codes
     return kept
 
 
-def _collapses(scaled: Scaled) -> bool:
-    """Whether a scale is so small, large or odd that products leave the range of bf16."""
-    exponent = grid_of(scaled).view(np.uint32) >> 23 & 0xFF
-    return bool(((exponent < 3) | (exponent > 245)).any())
+# ---- back
+
+
+@dataclass(frozen=True)
+class CodedAgain:
+    """Tensors of an export, with codes and scales in place of values wherever kept scales still give all of them.
+
+    ``trained``: tensors that were codes, and how many of their values no code gives. ``bare``: those that no scales
+    were kept for. Both are still bf16.
+    """
+
+    tensors: Mapping[str, TensorRef]
+    trained: Mapping[str, int]
+    bare: tuple[str, ...]
 
 
 def code_again(
-    tensors: Mapping[str, TensorRef], names: list[str], aside: Mapping[str, TensorRef], block: tuple[int, int],
+    tensors: Mapping[str, TensorRef],
+    names: list[str],
+    aside: Mapping[str, TensorRef],
+    block: tuple[int, int],
     progress: Progress,
-) -> tuple[dict[str, TensorRef], list[Finding]]:  # fmt: skip
-    """Tensors of an export with codes and scales in place of those values that kept scales still give, all of them.
+    count: bool,
+) -> CodedAgain:
+    """Put codes in place of values. ``names``: tensors that were codes in the source.
 
-    ``names``: tensors that were codes in the source. Values that were trained on stay bf16, and are found.
+    Every value is looked at either now (``count``) or when the codes are read, which then raises fp8.Strange.
     """
-    coded = dict(tensors)
-    derived: dict[str, Coded] = {}
-    bare: list[str] = []
+    coded, derived, bare = dict(tensors), dict[str, Coded](), list[str]()
     kept: list[tuple[str, TensorRef, TensorRef]] = []
+    beside: dict[str, list[str]] = {}
     for name in names:
-        values, scales = tensors.get(name), aside.get(name + SCALE)
-        if values is None or values.dtype != "BF16" or scales is None or scales.dtype != "F32":
+        values = tensors.get(name)
+        try:
+            if values is None or values.dtype != "BF16":
+                raise FormatError(f"{name} is not bf16")
+            own = _encoded(name, aside.get(name) or values, aside, block)
+        except FormatError:
             bare.append(name)
             continue
-        own = Coded(values.plan, scales.plan, block, name)
-        codes = aside.get(name) or TensorRef(CODES, Plan.region(own, 0, values.shape, 1))
-        decoded = _values(Scaled(codes.plan, scales.plan, block, name))
-        coded[name], coded[name + SCALE] = codes, scales
         if name in aside:
-            kept.append((name, values, decoded))
+            kept.append((name, values, own.values))
+            coded[name] = own.codes
         else:
-            derived[name] = own
-    strange = {name: difference.elements for name, difference in compare_all(kept, progress).items()}
-    for name, count in in_parallel(_counts(derived)):
-        strange[name] = strange.get(name, 0) + count
-    trained = {name: count for name, count in strange.items() if count}
+            derived[name] = Coded(values.plan, own.grid)
+            coded[name] = TensorRef(CODES, Plan.region(derived[name], 0, values.shape, 1))
+        coded.update(own.beside)
+        beside[name] = list(own.beside)
+    trained = {name: difference.elements for name, difference in compare_all(kept, progress).items()}
+    for name, strange in in_parallel(_counts(derived)) if count else ():
+        trained[name] = trained.get(name, 0) + strange
+    trained = {name: strange for name, strange in trained.items() if strange}
     for name in trained:
         coded[name] = tensors[name]
-        del coded[name + SCALE]
-    return coded, [*_of_bare(bare), *_of_trained(trained)]
-
-
-_NAMED = 20  # tensors that are named one by one
-
-
-def _of_bare(names: list[str]) -> Iterator[Finding]:
-    if names:
-        what = "no scales were kept for them; they are written as bf16"
-        yield warning("quantization.trained", f"{names[0]} and {len(names) - 1:,} more", what)
-
-
-def _of_trained(trained: Mapping[str, int]) -> Iterator[Finding]:
-    todo = "quantization_config still declares FP8: list it in modules_to_not_convert, or quantize it anew"
-    for name, count in list(trained.items())[:_NAMED]:
-        what = f"{count:,} values are none that its scales give; it is written as bf16"
-        yield warning("quantization.trained", name, what, todo=todo)
-    if (more := len(trained) - _NAMED) > 0:
-        yield warning("quantization.trained", f"{more:,} more tensors", "are written as bf16 too", todo=todo)
+        for other in beside[name]:
+            del coded[other]
+    return CodedAgain(coded, trained, tuple(name for name in bare if name in tensors))
 
 
 def _counts(derived: Mapping[str, Coded]) -> Iterator[Callable[[Alive], tuple[str, int]]]:
     """Jobs that count strange values, some blocks of rows each."""
     for name, coded in derived.items():
         rows, width = coded.values.shape
-        step = coded.block[0] * max(1, SLAB // (2 * width * coded.block[0]))
+        high = min(coded.grid.block[0], rows)
+        step = high * max(1, SLAB // (2 * width * high))
         for first in range(0, rows, step):
             yield partial(_count, name, coded, first, min(step, rows - first))
 
 
 def _count(name: str, coded: Coded, first: int, rows: int, alive: Alive) -> tuple[str, int]:
     alive()
-    return name, strangers(coded, first, rows)
+    return name, coded.strangers(first, rows)

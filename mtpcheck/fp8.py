@@ -1,14 +1,19 @@
-"""Block-scaled FP8 (e4m3fn codes with a scale a block): to bf16 and back, exactly.
+"""Scaled FP8 (e4m3fn codes, a scale a block): to bf16 and back, exactly.
 
     value = bf16( code × scale )        the product in fp32, rounded to nearest even
 
 The way back asks which code gives the value, block by block, and compares all of them: no arithmetic is inverted.
 Codes of one block have four significant bits, bf16 has eight, so two codes that differ give values that differ,
 unless the product leaves the range of bf16 (see docs/fp8.md). A block whose codes cannot be told apart is *collapsed*.
+
+Both directions look every element up in a table of its block. One index array serves all blocks of a strip: its low
+bits are the element, its high bits number the block (docs/benchmarks.md tells what else was tried).
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,12 +24,21 @@ from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError
-from mtpcheck.move import fill, read_plan, scratch
+from mtpcheck.move import bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
+from mtpcheck.tensormap import TensorRef
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+
+WHOLE = (sys.maxsize, sys.maxsize)
+"""The block of a tensor with one scale."""
+
+_STEP = 1 << 17  # elements looked up at a time: they, their index and their tables stay in the processor's cache
+_GRAIN = 1 << 15  # torch shares larger look-ups among threads of its own, and ours are at work already
+_INVERSES = 8  # blocks coded at a time: an inverse table has 65,536 entries
 
 
 @lru_cache(maxsize=1)
@@ -48,93 +62,111 @@ def tables(scales: F32) -> U16:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A matrix of codes and the grid of its scales: one fp32 for each ``block`` of rows and columns, ragged at the
-    edges. Raises FormatError when made, if the grid does not fit."""
+class Grid:
+    """The scales of a matrix: one for each ``block`` of rows and columns, ragged at the edges, in C order.
 
-    codes: Plan
-    scales: Plan
+    Dtypes F32, BF16, and F8_E8M0, which is a power of two. Raises FormatError when made, if they do not fit.
+    """
+
+    ref: TensorRef
     block: tuple[int, int]
+    matrix: Shape
     name: str
 
     def __post_init__(self) -> None:
-        rows, columns = self.codes.shape
-        grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        if self.scales.shape != grid:
+        if len(self.matrix) != 2 or self.ref.dtype not in ("F32", "BF16", "F8_E8M0"):
+            what = f"is {len(self.matrix)}-D with {self.ref.dtype} scales, expected 2-D with F32, BF16 or F8_E8M0"
+            raise FormatError(f"{self.name} {what}")
+        single = self.block == WHOLE and self.ref.shape in ((), (1,))
+        if self.ref.shape != self.shape and not single:
+            (rows, columns), (high, wide) = self.matrix, self.block
+            each = "one scale" if self.block == WHOLE else f"one scale for each block of {high} × {wide}"
             raise FormatError(
-                f"{self.name}_scale_inv has shape {list(self.scales.shape)}, expected {list(grid)}: one scale for each "
-                f"block of {self.block[0]} × {self.block[1]} of {rows} × {columns}"
+                f"the scales of {self.name} have shape {list(self.ref.shape)}, "
+                f"expected {list(self.shape)}: {each} of {rows} × {columns}"
             )
 
     @property
     def shape(self) -> Shape:
-        return self.codes.shape
+        return tuple(-(-n // edge) for n, edge in zip(self.matrix, self.block, strict=True))
 
+    def read(self, first: int = 0, end: int | None = None) -> F32:
+        """Scales of some rows of blocks."""
+        plan = self.ref.plan.reshape(self.shape)
+        raw = read_plan(plan.slice(0, first, self.shape[0] if end is None else end))
+        if self.ref.dtype == "F32":
+            found = np.frombuffer(raw, np.float32)
+        elif self.ref.dtype == "BF16":
+            found = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:  # 2^(e - 127); 0xFF is NaN
+            codes = np.frombuffer(raw, np.uint8)
+            found = np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int32) - 127)).astype(np.float32)
+        return found.reshape(-1, self.shape[1])
 
-def grid_of(scaled: Scaled) -> F32:
-    """All scales. A grid is a 16,384th of its matrix and is read whole."""
-    return np.frombuffer(read_plan(scaled.scales), np.float32).reshape(scaled.scales.shape)
+    @property
+    def collapsed(self) -> bool:
+        """Whether a scale is so small, large or odd that products leave the range of bf16."""
+        exponent = self.read().view(np.uint32) >> 23 & 0xFF
+        return bool(((exponent < 3) | (exponent > 245)).any())
 
 
 @dataclass(frozen=True, eq=False)
 class Dequantized:
-    """A source: the bf16 values of a block-scaled matrix, in C order, computed as they are read."""
+    """A source: the bf16 values of a matrix of codes, in C order, computed as they are read."""
 
-    scaled: Scaled
+    codes: Plan
+    grid: Grid
 
     @property
     def name(self) -> str:
-        return self.scaled.name
+        return self.grid.name
 
     @property
     def size(self) -> int:
-        return 2 * prod(self.scaled.shape)
+        return 2 * prod(self.codes.shape)
 
     def mapped(self, offset: int, length: int) -> memoryview | None:
         return None
 
     def place_of(self, offset: int) -> str:
-        row, column = divmod(offset // 2, self.scaled.shape[1])
-        return f"{self.scaled.codes.place_of((row, column))} (dequantized)"
+        return f"{self.codes.place_of(divmod(offset // 2, self.codes.shape[1]))} (dequantized)"
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        width = self.scaled.shape[1]
+        width = self.codes.shape[1]
         first, end = offset // 2 // width, -(-(offset + len(buffer)) // 2 // width)
-        whole = scratch(2 * width * (end - first), "dequantized").view(np.uint16).reshape(end - first, width)
-        dequantize(self.scaled, first, whole)
         start = offset - 2 * width * first
-        np.frombuffer(buffer, np.uint8)[:] = whole.reshape(-1).view(np.uint8)[start : start + len(buffer)]
+        if not start and len(buffer) == 2 * width * (end - first):
+            self._decode(first, np.frombuffer(buffer, np.uint16).reshape(end - first, width))
+            return
+        whole = scratch(2 * width * (end - first), "dequantized")
+        self._decode(first, whole.view(np.uint16).reshape(end - first, width))
+        np.frombuffer(buffer, np.uint8)[:] = whole[start : start + len(buffer)]
+
+    def _decode(self, first: int, out: U16) -> None:
+        """Fill ``out`` with the values of the rows from ``first`` on."""
+        rows, width = out.shape
+        codes = bytes_of(self.codes.slice(0, first, first + rows), "codes").reshape(rows, width)
+        for lines, scales in _strips(self.grid, first, rows, width):
+            index = _numbered(lines.stop - lines.start, width, self.grid.block[1], 8)
+            index.view(np.uint8).reshape(*index.shape, 4)[..., 0] = codes[lines]
+            _look_up(tables(scales), index, out[lines])
 
 
-def dequantize(scaled: Scaled, first: int, out: U16) -> None:
-    """Fill ``out`` with the values of the rows from ``first`` on."""
-    rows, width = out.shape
-    codes = scratch(rows * width, "codes").reshape(rows, width)
-    fill(scaled.codes.slice(0, first, first + rows), codes.reshape(-1).data)
-    for block, table in _blocks(grid_of(scaled), scaled.block, first, out.shape):
-        out[block] = table.take(codes[block], mode="clip")  # other modes check every index first
-
-
-def _blocks(
-    grid: F32, block: tuple[int, int], first: int, shape: tuple[int, ...]
-) -> Iterator[tuple[tuple[slice, slice], U16]]:
-    """Every block of the rows from ``first`` on: where it lies among these rows, and its table."""
-    (rows, width), (high, wide) = shape, block
-    for row in range(first // high, -(-(first + rows) // high)):
-        lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
-        for column, table in enumerate(tables(grid[row])):
-            yield (lines, slice(column * wide, min((column + 1) * wide, width))), table
+class Strange(Exception):
+    """A tensor of which values are none that its kept scales give: it was trained on. Its name is the argument."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A source: the codes that give a matrix of bf16 values under kept scales. Where none does, it is any: who uses
-    them compares what they give with the values."""
+    """A source: the codes that give a matrix of bf16 values under kept scales. Reading raises Strange for a value
+    that no code gives."""
 
     values: Plan
-    scales: Plan
-    block: tuple[int, int]
-    name: str
+    grid: Grid
+
+    @property
+    def name(self) -> str:
+        return self.grid.name
 
     @property
     def size(self) -> int:
@@ -150,35 +182,86 @@ class Coded:
         width = self.values.shape[1]
         first, end = offset // width, -(-(offset + len(buffer)) // width)
         codes = scratch(width * (end - first), "coded").reshape(end - first, width)
-        code(self, first, codes)
+        if self._code(first, codes):
+            raise Strange(self.name)
         start = offset - width * first
         np.frombuffer(buffer, np.uint8)[:] = codes.reshape(-1)[start : start + len(buffer)]
 
+    def strangers(self, first: int, rows: int) -> int:
+        """How many values of the rows from ``first`` on no code gives."""
+        return self._code(first, None, rows)
 
-def _held(coded: Coded, first: int, rows: int) -> tuple[U16, F32]:
-    """Values of some rows, and all scales."""
-    width = coded.values.shape[1]
-    held = scratch(2 * rows * width, "held").view(np.uint16).reshape(rows, width)
-    fill(coded.values.slice(0, first, first + rows), held.reshape(-1).view(np.uint8).data)
-    return held, np.frombuffer(read_plan(coded.scales), np.float32).reshape(coded.scales.shape)
+    def _code(self, first: int, out: U8 | None, rows: int = 0) -> int:
+        """Fill ``out`` with the codes of the rows from ``first`` on; returns how many values no code gives."""
+        rows, width, found = len(out) if out is not None else rows, self.values.shape[1], 0
+        held = bytes_of(self.values.slice(0, first, first + rows), "held").view(np.uint16).reshape(rows, width)
+        wide = self.grid.block[1]
+        for lines, scales in _strips(self.grid, first, rows, min(width, _INVERSES * wide)):
+            for start in range(0, len(scales), _INVERSES):
+                columns = slice(start * wide, min((start + _INVERSES) * wide, width))
+                part = held[lines, columns]
+                index = _numbered(part.shape[0], part.shape[1], wide, 16)
+                index.view(np.uint16).reshape(*index.shape, 2)[..., 0] = part
+                codes = scratch(2 * part.size, "numbers").view(np.uint16).reshape(part.shape)
+                _invert(tables(scales[start : start + _INVERSES]), index, codes)
+                if codes.max(initial=0) == _NONE:
+                    found += int(np.count_nonzero(codes == _NONE))
+                if out is not None:
+                    np.copyto(out[lines, columns], codes, casting="unsafe")
+        return found
 
 
-def code(coded: Coded, first: int, out: U8) -> None:
-    """Fill ``out`` with the codes of the rows from ``first`` on."""
-    held, grid = _held(coded, first, out.shape[0])
-    inverse = scratch(1 << 16, "inverse")
-    for block, table in _blocks(grid, coded.block, first, out.shape):
-        inverse[table] = np.arange(256)  # entries of earlier blocks stay: what no code gives, gets any
-        out[block] = inverse.take(held[block], mode="clip")
+# ---- looking up
 
 
-def strangers(coded: Coded, first: int, rows: int) -> int:
-    """How many values of the rows from ``first`` on no code gives."""
-    held, grid = _held(coded, first, rows)
-    known, found = np.zeros(1 << 16, np.bool_), 0
-    for block, table in _blocks(grid, coded.block, first, held.shape):
-        known[table] = True
-        hit = known.take(held[block], mode="clip")
-        found += hit.size - int(np.count_nonzero(hit))
-        known[table] = False
-    return found
+def _strips(grid: Grid, first: int, rows: int, width: int) -> Iterator[tuple[slice, F32]]:
+    """The rows from ``first`` on, a strip within one row of blocks at a time: where it lies among these rows, and the
+    scales of its blocks."""
+    high = grid.block[0]
+    step = max(1, _STEP // width)
+    for row in range(first // high, -(-(first + rows) // high)):
+        scales = grid.read(row, row + 1)[0]
+        begin, end = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
+        for start in range(begin, end, step):
+            yield slice(start, min(start + step, end)), scales
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.index: dict[int, tuple[tuple[int, int], I32]] = {}
+        self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
+
+
+_NONE = 0x100  # the entry of an inverse table for a value that no code gives
+_own = _Own()
+
+
+def _numbered(rows: int, width: int, wide: int, bits: int) -> I32:
+    """An index of a strip in memory of the thread: the bits from ``bits`` on number the block of a column, the lower
+    ones are for the caller to set."""
+    key, kept = _own.index.get(bits, ((0, 0), np.empty((0, 0), np.int32)))
+    if key != (width, wide) or len(kept) < rows:
+        kept = np.empty((rows, width), np.int32)
+        kept[:] = np.arange(width) // wide << bits
+        _own.index[bits] = (width, wide), kept
+    return kept[:rows]
+
+
+def _look_up(table: U16, index: I32, out: U16) -> None:
+    """``out`` = ``table[index]``. numpy would copy the index to 64 bits, and hold the interpreter lock meanwhile."""
+    import torch
+
+    entries = torch.from_numpy(table.reshape(-1).view(np.int16))
+    at, to = torch.from_numpy(index.reshape(-1)), torch.from_numpy(out.reshape(-1).view(np.int16))
+    for i in range(0, len(at), _GRAIN):
+        torch.index_select(entries, 0, at[i : i + _GRAIN], out=to[i : i + _GRAIN])
+
+
+def _invert(table: U16, index: I32, out: U16) -> None:
+    """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
+    spots = table + (np.arange(len(table), dtype=np.int32)[:, None] << 16)
+    _own.inverse[spots] = np.arange(256)
+    try:
+        _look_up(_own.inverse, index, out)
+    finally:
+        _own.inverse[spots] = _NONE

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtpcheck.checkpoint import Checkpoint, Layout
 from mtpcheck.compare import differs
 from mtpcheck.deal import Dealer
-from mtpcheck.dialect import KeyForm, Mcore, load_dialect
-from mtpcheck.encoding import aside_of
+from mtpcheck.dialect import KeyForm, Mcore, Spelling, load_dialect
+from mtpcheck.dtypes import joinable, rounded_by_megatron
+from mtpcheck.encoding import as_codes, aside_of
 from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts
 from mtpcheck.layouts.hf import make_header
@@ -26,6 +27,9 @@ from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorMap
 from mtpcheck.topology import Topology
 
+Fp8 = Literal["dequantize", "keep", "requantize"]
+"""FP8 weights in Megatron as bf16 values, or as they are; on export, trained ones as bf16, or quantized anew."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -36,6 +40,7 @@ class Options:
     mcore: Mcore = "0.16"
     topology: Topology = field(default_factory=Topology)
     experts: Experts | None = None
+    fp8: Fp8 = "dequantize"
 
     def padded_vocab(self, vocab: int, layout: Layout) -> int:
         """Megatron pads the vocabulary to a multiple of ``vocab_multiple`` × TP."""
@@ -97,6 +102,7 @@ def write_megatron(
         raise UnsupportedError(
             f"{source.path}: {', '.join(own)} differ from what they repeat, and Megatron has no place for them"
         )
+    held = held_by_megatron(tensor_map, layout, options)
     args, findings = _args(source, tensor_map, layout, options)
     iteration = _iteration(source)
     args["iteration"] = iteration
@@ -104,12 +110,12 @@ def write_megatron(
     target = folder / name
     target.mkdir()
     if layout == "torch":
-        _write_ranks(tensor_map, target, args, options, progress)
+        _write_ranks(held, target, args, options, progress)
     else:
-        _write_torch_dist(tensor_map, target, args, options, progress)
+        _write_torch_dist(held, target, args, options, progress)
     if source.hf is not None:
         write_manifest(target, source.folder, source.hf, tensor_map.family, states)
-        findings += _write_aside(tensor_map, target / FOLDER, progress)
+        findings += _write_aside(source, tensor_map, target / FOLDER, options, progress)
     elif source.manifest is not None:
         shutil.copytree(source.manifest.root.parent, target / FOLDER)
     (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
@@ -122,17 +128,52 @@ def _iteration(source: Checkpoint) -> int:
     return int(name) if source.hf is None and name.isdecimal() and len(name) < 12 else 0
 
 
-def _write_aside(tensor_map: TensorMap, folder: Path, progress: Progress) -> list[Finding]:
-    """Keep beside Megatron what it cannot hold, and say so."""
+def rows_of(tensor_map: TensorMap, layout: Layout, options: Options) -> Spelling:
+    """Rows of the checkpoint that will be written."""
+    padded = options.padded_vocab(tensor_map.facts["vocab"], layout)
+    experts = options.expert_form if layout == "torch" else None
+    return load_dialect().rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore, experts=experts))
+
+
+def held_by_megatron(tensor_map: TensorMap, layout: Layout, options: Options) -> TensorMap:
+    """The map as Megatron's tensors will hold it: FP8 as codes or as values, one dtype in each tensor.
+
+    Raises UnsupportedError where no dtype holds all parts of a tensor.
+    """
+    held = as_codes(tensor_map) if options.fp8 == "keep" else tensor_map
+    rows = rows_of(tensor_map, layout, options).rows
+    held = joinable(held, rows)
+    for row in rows:
+        one_dtype(row, held)
+    return held
+
+
+def _write_aside(
+    source: Checkpoint, tensor_map: TensorMap, folder: Path, options: Options, progress: Progress
+) -> list[Finding]:
+    """Keep beside Megatron what it cannot hold, or will round once it has loaded it, and say so."""
     from mtpcheck.layouts.hf_writer import Form, write_shards
 
-    kept = aside_of(tensor_map.encoded)
+    keep = options.fp8 == "keep"
+    coded = aside_of(tensor_map.encoded, keep)
+    dialect = load_dialect()
+    fp32 = {part for row in rows_of(tensor_map, "torch_dist", options).rows
+            if (role := dialect.address(row.name).role) and role.fp32 for part in row.parts}  # fmt: skip
+    wide = {name: source.tensors[name] for name in sorted(rounded_by_megatron(tensor_map, fp32))}
+    kept = {**coded, **wide}
     if not kept:
         return []
     write_shards(folder, Form({ASIDE: make_header(kept.items())}, None), kept, progress)
-    nbytes = sum(ref.nbytes for ref in kept.values())
-    what = f"{len(tensor_map.encoded):,} FP8 tensors are bf16 here; scales ({nbytes:,} bytes) are in {FOLDER}/{ASIDE}"
-    return [note("quantization.aside", f"{len(kept):,} tensors", what)]
+    findings = []
+    if coded:
+        held = "FP8 codes" if keep else "bf16"
+        nbytes = sum(ref.nbytes for ref in coded.values())
+        what = f"{len(tensor_map.encoded):,} FP8 tensors are {held} here; scales ({nbytes:,} bytes) are in"
+        findings.append(note("quantization.aside", f"{len(coded):,} tensors", f"{what} {FOLDER}/{ASIDE}"))
+    if wide:
+        what = f"are F32, which Megatron rounds once it has loaded them; they are in {FOLDER}/{ASIDE} too"
+        findings.append(note("values.aside", f"{len(wide):,} tensors", what))
+    return findings
 
 
 def _write_torch_dist(
@@ -140,8 +181,7 @@ def _write_torch_dist(
 ) -> None:
     from mtpcheck.layouts.torch_dist_writer import StoredChunks, write_torch_dist
 
-    padded = options.padded_vocab(tensor_map.facts["vocab"], "torch_dist")
-    spelling = load_dialect().rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore))
+    spelling = rows_of(tensor_map, "torch_dist", options)
     shapes = tensor_map.model.shapes
     plans = {part: ref.plan for part, ref in tensor_map.parts.items()}
     tensors = []
@@ -158,8 +198,6 @@ def _write_ranks(
     from mtpcheck.layouts.torch_ranks_writer import write_ranks
 
     dealt = dealer(tensor_map, options)
-    for row in dealt.dialect.rows(tensor_map.model, dealt.padded_vocab, dealt.form).rows:
-        one_dtype(row, tensor_map)
     ranks = ((dealt.topology.folder(rank), models) for rank, models in dealt.deal())
     write_ranks(folder, ranks, args, args.get("iteration") or 0, progress)
 

@@ -98,6 +98,17 @@ def fill(plan: Plan, buffer: memoryview) -> None:
             _copy(buffer, start, box.source, box.offset, loops, run)
 
 
+def bytes_of(plan: Plan, use: str) -> Bytes:
+    """The tensor in C order: the file itself where it is one run of a file, else a copy in memory of the thread."""
+    run = straight_run(plan)
+    mapped = run[0].mapped(run[1], plan.nbytes) if run else None
+    if mapped is not None:
+        return np.frombuffer(mapped, np.uint8)
+    copy = scratch(plan.nbytes, use)
+    fill(plan, copy.data)
+    return copy
+
+
 def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
     """Write all of ``data`` at ``offset`` of an open file."""
     view, done = memoryview(data), 0

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
-from mtpcheck.encoding import CODES, Decoded, block_of, decode
+from mtpcheck.encoding import CODES, Decoded, block_of, decode, decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
 from mtpcheck.rules import MISSING, ArgRow
-from mtpcheck.tensormap import Encoded, TensorMap, TensorRef, is_mtp
+from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
 
 def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> TensorMap:
@@ -30,18 +30,22 @@ def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> Tensor
     return _only_fit(checkpoint)
 
 
-def is_quantized(checkpoint: Checkpoint, encoded: Mapping[str, Encoded]) -> str:
+def is_quantized(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
     """Why a checkpoint counts as quantized in a way that cannot be decoded: a narrow dtype or a declaration; empty if
-    it does not. ``encoded`` are tensors that are decoded."""
-    refs = checkpoint.tensors.items()
-    narrow = next((n for n, ref in refs if ref.dtype[:2] in ("F8", "F4", "F6") and n not in encoded), None)
-    if narrow:
-        return f"{narrow} is {checkpoint.tensors[narrow].dtype}"
-    if encoded:
+    it does not."""
+    refs = checkpoint.tensors if checkpoint.layout == "hf" else tensor_map.parts
+    narrow = (n for n, ref in refs.items() if ref.dtype[:2] in ("F8", "F4", "F6") and n not in tensor_map.encoded)
+    if name := next((n for n in narrow if not _is_scale(n, tensor_map)), None):
+        return f"{name} is {refs[name].dtype}"
+    if tensor_map.encoded:
         return ""
     declared = (checkpoint.config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
     return f"quantization_config says {method!r}" if declared else ""
+
+
+def _is_scale(name: str, tensor_map: TensorMap) -> bool:
+    return any(name in own.beside for own in tensor_map.encoded.values())
 
 
 def hf_family(checkpoint: Checkpoint, family: str | None) -> Family:
@@ -79,7 +83,7 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
     model = _with_stored_layers(
         family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
     )
-    return _claim(model, stored_rows(checkpoint, model), checkpoint, notes)
+    return _with_values(_claim(model, stored_rows(checkpoint, model), checkpoint, notes), checkpoint)
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int:
@@ -105,7 +109,15 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
     facts, findings = _own_facts(checkpoint, reference)
     model = replace(reference.model, facts={**facts, "mtp_stored": len(stored)})
     decoded = decode(checkpoint) if checkpoint.layout == "hf" else None
-    return _claim(model, rows, checkpoint, findings, decoded)
+    return _with_values(_claim(model, rows, checkpoint, findings, decoded), checkpoint)
+
+
+def _with_values(tensor_map: TensorMap, checkpoint: Checkpoint) -> TensorMap:
+    """Values in place of FP8 codes that a Megatron checkpoint holds as they are."""
+    manifest = checkpoint.manifest
+    if checkpoint.layout == "hf":
+        return tensor_map
+    return decode_parts(tensor_map, manifest.aside if manifest else {}, manifest.config if manifest else None)
 
 
 def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, Any], list[Finding]]:

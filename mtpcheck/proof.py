@@ -18,13 +18,14 @@ from rich.filesize import decimal
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
-from mtpcheck.convert import check_convertible, check_not_lost, derived_config, other_layout
+from mtpcheck.convert import check_convertible, check_not_lost, other_layout
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
+from mtpcheck.export import derived_config
 from mtpcheck.facts import args_from_facts, facts_from_args
 from mtpcheck.family import load_family
 from mtpcheck.gather import Ranks, gather
-from mtpcheck.megatron import Options, dealer, one_dtype
+from mtpcheck.megatron import Options, dealer, held_by_megatron, rows_of
 from mtpcheck.move import SLAB
 from mtpcheck.normalise import stored_rows
 from mtpcheck.parallel import WORKERS
@@ -71,13 +72,18 @@ def prove(
     report.add("structure", of_group(a.findings, "structure"), f"{len(a.tensors):,} tensors in {a.layout}")
     report.add("presence", [], f"{len(a_map.parts):,} parts, every stored tensor claimed once")
     report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
-    needed = space_needed(a, False, dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes)
-    different = list(_different(a, a_map, options, middle))
-    told = f"{len(a.tensors):,} tensors read their own region again; {len(a_map.encoded):,} value nodes"
+    held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
+    needed = space_needed(a, False, dealer(held, options).nbytes if middle == "torch" else held.nbytes)
+    different = list(_different(a, a_map, held, options, middle))
+    keep = options.fp8 == "keep" and middle != "hf"
+    nodes = 0 if keep else len(a_map.encoded)
+    told = f"{len(a.tensors):,} tensors read their own region again; {nodes:,} value nodes"
     report.add("plan", different, told)
-    if a_map.encoded:
-        what = f"{len(a_map.encoded):,} value nodes (FP8 to bf16 and back) are proved by bytes alone"
+    if nodes:
+        what = f"{nodes:,} value nodes (FP8 to bf16 and back) are proved by bytes alone"
         report.skip("quantization", what)
+    elif a_map.encoded:
+        report.add("quantization", [], f"{len(a_map.encoded):,} FP8 tensors stay codes; scales lie beside Megatron")
     report.skip("values", "no byte was read; copies were compared by shape alone")
     report.skip("acceptance", "no weight was read")
     report.include(_space(Path(workdir or tempfile.gettempdir()), needed))
@@ -96,32 +102,30 @@ class _Dealt:
         return value if isinstance(value, TensorRef) else None
 
 
-def _in_between(a_map: TensorMap, options: Options, middle: Layout) -> tuple[list[Row], Mapping[str, TensorRef] | None]:
+def _in_between(held: TensorMap, options: Options, middle: Layout) -> tuple[list[Row], Mapping[str, TensorRef] | None]:
     """Rows of the checkpoint in between, and its tensors where ranks hold shares of them."""
-    dialect, model = load_dialect(), a_map.model
+    dialect, model = load_dialect(), held.model
     if middle == "hf":
         return model.rows, None
-    padded = options.padded_vocab(a_map.facts["vocab"], middle)
     if middle == "torch_dist":
-        return dialect.rows(model, padded, KeyForm(options.spec)).rows, None
-    dealt = dealer(a_map, options)
+        return rows_of(held, middle, options).rows, None
+    dealt = dealer(held, options)
     ranks = {rank: _Dealt(dealt.topology.folder(rank), models) for rank, models in dealt.deal()}
-    tensors = gather(Ranks(ranks, dealt.topology, args_from_facts(dialect.args, a_map.facts)), dialect).tensors
-    return dialect.rows(model, padded, KeyForm(options.spec, stored=tensors.keys())).rows, tensors
+    tensors = gather(Ranks(ranks, dealt.topology, args_from_facts(dialect.args, held.facts)), dialect).tensors
+    return dialect.rows(model, dealt.padded_vocab, KeyForm(options.spec, stored=tensors.keys())).rows, tensors
 
 
-def _different(a: Checkpoint, a_map: TensorMap, options: Options, middle: Layout) -> Iterator[Finding]:
+def _different(a: Checkpoint, a_map: TensorMap, held: TensorMap, options: Options, middle: Layout) -> Iterator[Finding]:
     """Stored tensors that would not come back as they are, with the rows at fault."""
     shapes = a_map.model.shapes
     own = a_map.model.rows if a.layout == "hf" else stored_rows(a, a_map.model)
-    other, tensors = _in_between(a_map, options, middle)
-    plans = {part: ref.plan for part, ref in a_map.parts.items()}
+    other, tensors = _in_between(held, options, middle)
+    plans = {part: ref.plan for part, ref in held.parts.items()}
     origin: dict[str, str] = {}
     back: dict[str, Plan] = {}
     for row in other:
         origin.update(dict.fromkeys(row.parts, row.origin))
         if all(part in plans for part in row.parts):
-            one_dtype(row, a_map)
             stored = row.join(plans, shapes) if tensors is None else tensors[row.name].plan
             back.update(row.split(stored, shapes))
     for part in a_map.copies.keys() & plans.keys() - back.keys():
@@ -129,11 +133,7 @@ def _different(a: Checkpoint, a_map: TensorMap, options: Options, middle: Layout
     for row in own:
         if row.name not in a.tensors:
             continue
-        decoded = a_map.encoded.get(row.name)
-        before, rows = (
-            (decoded.values if decoded else a.tensors[row.name]).plan,
-            [row.origin, *(origin.get(part, "") for part in row.parts)],
-        )
+        before, rows = _before(row, a, a_map, held), [row.origin, *(origin.get(part, "") for part in row.parts)]
         true_rows = row.shape(shapes)[0] if row.pad is None else shapes[row.parts[0]][0][0]
         lost = [part for part in row.parts if part not in back]
         if lost or not row.join(back, shapes).slice(0, 0, true_rows).same_bytes(before.slice(0, 0, true_rows)):
@@ -141,6 +141,16 @@ def _different(a: Checkpoint, a_map: TensorMap, options: Options, middle: Layout
                 "plan.identity", row.name, "would not come back as it is", where="; ".join(sorted(set(rows) - {""})),
                 cause=f"{lost[0]} is not carried" if lost else "a row and its inverse do not undo each other",
             )  # fmt: skip
+
+
+def _before(row: Row, a: Checkpoint, a_map: TensorMap, held: TensorMap) -> Plan:
+    """What must come back of a stored tensor: its own region, or the value nodes that Megatron holds in its place."""
+    dtypes = {held.parts[part].dtype for part in row.parts if part in held.parts}
+    if row.name in a_map.encoded and dtypes == {"BF16"}:
+        return a_map.encoded[row.name].values.plan
+    if all(dtype == a.tensors[row.name].dtype for dtype in dtypes):
+        return a.tensors[row.name].plan
+    return row.join({part: held.parts[part].plan for part in row.parts}, a_map.model.shapes)
 
 
 def _declaration(a: Checkpoint, a_map: TensorMap) -> Iterator[Finding]:

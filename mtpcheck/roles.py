@@ -22,7 +22,7 @@ Place = Literal["layer", "mtp", "embed", "final_norm", "head"]
 
 _KEYS = {
     "name", "also", "in_memory", "part", "join", "axis", "halves", "stack", "each", "legacy", "beside", "when", "pad",
-    "shard", "size", "extra", "extra_in_memory",
+    "shard", "size", "extra", "extra_in_memory", "fp32",
 }  # fmt: skip
 
 
@@ -51,6 +51,8 @@ class Role:
     """Expression for the uncut length, where the layer spec decides whether the tensor is cut at all."""
     extra: frozenset[str]
     extra_in_memory: frozenset[str]
+    fp32: bool
+    """Whether modules hold it in fp32 whatever the dtype of the others."""
 
     def spellings(self, spec: Spec) -> list[str]:
         """Names to look for, the one to write first."""
@@ -100,6 +102,7 @@ def role(what: str, entry: dict[str, Any]) -> Role:
         size=str(entry.get("size", "")),
         extra=frozenset(entry.get("extra", ())),
         extra_in_memory=frozenset(entry.get("extra_in_memory", entry.get("extra", ()))),
+        fp32=entry.get("fp32", False),
     )
 
 

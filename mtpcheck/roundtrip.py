@@ -17,7 +17,7 @@ from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
-from mtpcheck.megatron import Options, dealer, load_writers
+from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
@@ -56,7 +56,8 @@ def roundtrip(
     load_writers(middle, a.layout)
     try:
         with _workspace(Path(source), workdir, keep) as folder:
-            size = dealer(a_map, options).nbytes if middle == "torch" else a_map.nbytes
+            held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
+            size = dealer(held, options).nbytes if middle == "torch" else held.nbytes
             check_space(folder, space_needed(a, keep is not None, size))
             there, back = folder / middle, folder / (a.layout if a.layout != middle else f"{a.layout}-back")
             with bar("there", a_map.nbytes, show_progress) as progress:

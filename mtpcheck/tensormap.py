@@ -19,6 +19,7 @@ from mtpcheck.report.finding import Finding
 
 if TYPE_CHECKING:
     from mtpcheck.checkpoint import Checkpoint
+    from mtpcheck.fp8 import Grid
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -60,12 +61,15 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor that is stored as codes: its values, which are computed as they are read, and what they come from."""
+    """A tensor that is stored as codes: its values, which are computed as they are read, and what they come from.
+
+    ``beside``: tensors that belong to the codes, by stored name; the scales are the first.
+    """
 
     values: TensorRef
     codes: TensorRef
-    scales: TensorRef
-    block: tuple[int, int]
+    beside: Mapping[str, TensorRef]
+    grid: Grid
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +15,11 @@ from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
+from mtpcheck.encoding import as_codes
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
 from mtpcheck.normalise import is_quantized, stored_rows
-from mtpcheck.progress import Progress, bar
+from mtpcheck.progress import Progress, Silent, bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_like, read_tensor_map
@@ -122,7 +123,7 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         left = {name: ref for name, ref in left.items() if name not in trunk}
         right = {name: ref for name, ref in right.items() if name not in trunk}
     found = [with_cause(finding, left, right) for finding in compare_stored(left, right, progress)]
-    if not is_quantized(a.checkpoint, a.tensor_map.encoded):  # a tensor that both lack is missing all the same
+    if not is_quantized(a.checkpoint, a.tensor_map):  # a tensor that both lack is missing all the same
         known = {f.subject for f in found}
         missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
         found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
@@ -131,7 +132,12 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right, found = _maps(a, b, only_mtp)
-    found += [*of_group(right.findings, "values"), *compare_maps(left, right, progress, bits)]
+    found += of_group(right.findings, "values")
+    if common := left.encoded.keys() & right.encoded.keys():  # codes and scales say more than their products
+        before, after = ({s: r for name in common for s, r in m.encoded[name].beside.items()} for m in (left, right))
+        found += [with_cause(f, before, after) for f in compare_stored(before, after, Silent())]
+        left, right = as_codes(left, common), as_codes(right, common)
+    found += compare_maps(left, right, progress, bits, may_widen=b.checkpoint.layout != "hf")
     return found, left.parts, right.parts
 
 
@@ -234,7 +240,7 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
     """The same map with MTP layers alone, and the tensors that these repeat."""
     repeated = {original for part, original in tensor_map.copies.items() if is_mtp(part)}
     parts = {part: ref for part, ref in tensor_map.parts.items() if is_mtp(part) or part in repeated}
-    return TensorMap(tensor_map.model, parts, {}, tensor_map.findings, tensor_map.names)
+    return replace(tensor_map, parts=parts, padding={})
 
 
 def _mtp_names(tensor_map: TensorMap) -> set[str]:

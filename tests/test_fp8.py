@@ -19,13 +19,14 @@ from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
-from mtpcheck.fp8 import Coded, Dequantized, Scaled, tables, values
+from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, tables, values
 from mtpcheck.inspect import inspect
 from mtpcheck.megatron import Options
 from mtpcheck.move import read_plan
 from mtpcheck.plan import Plan
 from mtpcheck.proof import prove
 from mtpcheck.roundtrip import roundtrip
+from mtpcheck.tensormap import TensorRef
 from mtpcheck.topology import Topology
 from mtpcheck.verify import verify
 from tests import coded
@@ -79,14 +80,14 @@ def test_matrices_of_every_raggedness_there_and_back(shape: tuple[int, int], tmp
     path = tmp_path / "raw"
     path.write_bytes(codes.numpy().tobytes() + grid.numpy().tobytes())
     file = LocalFile(path)
-    scales = Plan.region(file, codes.numel(), tuple(grid.shape), 4)
-    scaled = Scaled(Plan.region(file, 0, shape, 1), scales, (40, 24), "x")
-    plan = Plan.region(Dequantized(scaled), 0, shape, 2)
+    scales = TensorRef("F32", Plan.region(file, codes.numel(), tuple(grid.shape), 4))
+    kept = Grid(scales, (40, 24), shape, "x")
+    plan = Plan.region(Dequantized(Plan.region(file, 0, shape, 1), kept), 0, shape, 2)
     wide = grid.repeat_interleave(40, 0)[: shape[0]].repeat_interleave(24, 1)[:, : shape[1]]
     expected = (codes.view(torch.float8_e4m3fn).float() * wide).bfloat16()
     got = torch.frombuffer(read_plan(plan), dtype=torch.bfloat16).reshape(shape)
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    assert bytes(read_plan(Plan.region(Coded(plan, scales, (40, 24), "x"), 0, shape, 1))) == codes.numpy().tobytes()
+    assert bytes(read_plan(Plan.region(Coded(plan, kept), 0, shape, 1))) == codes.numpy().tobytes()
     for rows, columns in (((0, 1), (0, 1)), ((shape[0] // 2, shape[0]), (shape[1] // 3, shape[1]))):
         part = plan.slice(0, *rows).slice(1, *columns)
         assert (

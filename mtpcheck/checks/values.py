@@ -8,6 +8,7 @@ from math import prod
 
 from mtpcheck.box import Shape
 from mtpcheck.compare import Difference, compare_all, differs
+from mtpcheck.dtypes import NARROW, WIDE, cast
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.tensormap import TensorMap, TensorRef
@@ -28,16 +29,23 @@ def compare_stored(
 
 
 def compare_maps(
-    reference: TensorMap, candidate: TensorMap, progress: Progress, bits: bool = True
+    reference: TensorMap, candidate: TensorMap, progress: Progress, bits: bool = True, may_widen: bool = False
 ) -> Iterator[Finding]:
     """Two checkpoints in any two layouts, part by part. A part that one lacks is a finding of its own map,
-    unless it repeats another: then it is looked at here. Without ``bits`` dtypes and shapes are compared alone."""
+    unless it repeats another: then it is looked at here. Without ``bits`` dtypes and shapes are compared alone.
+    ``may_widen``: the candidate chooses dtypes of its own, as Megatron does, and F32 holds all values of the others."""
     for having, lacking in ((reference, candidate), (candidate, reference)):
         for part, ref in having.parts.items():
             if part not in lacking.parts and part in having.copies:
                 yield from _lost_copy(having, part, ref)
     both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
-    yield from _compare(reference.parts, candidate.parts, both, progress, bits)
+    left, right = dict(reference.parts), candidate.parts
+    for part in both if may_widen else ():
+        if left[part].dtype in NARROW and right[part].dtype == WIDE:
+            what = f"is {left[part].dtype}, and held as {WIDE} by Megatron; compared as {WIDE}"
+            yield note("values.dtype", both[part], what)
+            left[part] = cast(left[part], WIDE)
+    yield from _compare(left, right, both, progress, bits)
     for part, ref in candidate.padding.items():
         if part in reference.padding and differs(ref, reference.padding[part]):
             what = "rows beyond the vocabulary differ, which no loader reads"
