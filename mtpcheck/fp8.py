@@ -146,10 +146,8 @@ class Dequantized:
         """Fill ``out`` with the values of the rows from ``first`` on."""
         rows, width = out.shape
         codes = bytes_of(self.codes.slice(0, first, first + rows), "codes").reshape(rows, width)
-        for lines, scales in _strips(self.grid, first, rows, width):
-            index = _numbered(lines.stop - lines.start, width, self.grid.block[1], 8)
-            index.view(np.uint8).reshape(*index.shape, 4)[..., 0] = codes[lines]
-            _look_up(tables(scales), index, out[lines])
+        for lines, table in _strips(self.grid, first, rows, width):
+            _look_up(table, _indexed(codes[lines], self.grid.block[1], 8), out[lines])
 
 
 class Strange(Exception):
@@ -181,11 +179,13 @@ class Coded:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         width = self.values.shape[1]
         first, end = offset // width, -(-(offset + len(buffer)) // width)
-        codes = scratch(width * (end - first), "coded").reshape(end - first, width)
-        if self._code(first, codes):
+        start, target = offset - width * first, np.frombuffer(buffer, np.uint8)
+        whole = not start and len(buffer) == width * (end - first)
+        codes = target if whole else scratch(width * (end - first), "coded")
+        if self._code(first, codes.reshape(end - first, width)):
             raise Strange(self.name)
-        start = offset - width * first
-        np.frombuffer(buffer, np.uint8)[:] = codes.reshape(-1)[start : start + len(buffer)]
+        if not whole:
+            target[:] = codes[start : start + len(buffer)]
 
     def strangers(self, first: int, rows: int) -> int:
         """How many values of the rows from ``first`` on no code gives."""
@@ -196,14 +196,12 @@ class Coded:
         rows, width, found = len(out) if out is not None else rows, self.values.shape[1], 0
         held = bytes_of(self.values.slice(0, first, first + rows), "held").view(np.uint16).reshape(rows, width)
         wide = self.grid.block[1]
-        for lines, scales in _strips(self.grid, first, rows, min(width, _INVERSES * wide)):
-            for start in range(0, len(scales), _INVERSES):
+        for lines, table in _strips(self.grid, first, rows, min(width, _INVERSES * wide)):
+            for start in range(0, len(table), _INVERSES):
                 columns = slice(start * wide, min((start + _INVERSES) * wide, width))
-                part = held[lines, columns]
-                index = _numbered(part.shape[0], part.shape[1], wide, 16)
-                index.view(np.uint16).reshape(*index.shape, 2)[..., 0] = part
-                codes = scratch(2 * part.size, "numbers").view(np.uint16).reshape(part.shape)
-                _invert(tables(scales[start : start + _INVERSES]), index, codes)
+                index = _indexed(held[lines, columns], wide, 16)
+                codes = scratch(2 * index.size, "numbers").view(np.uint16).reshape(index.shape)
+                _invert(table[start : start + _INVERSES], index, codes)
                 if codes.max(initial=0) == _NONE:
                     found += int(np.count_nonzero(codes == _NONE))
                 if out is not None:
@@ -214,37 +212,43 @@ class Coded:
 # ---- looking up
 
 
-def _strips(grid: Grid, first: int, rows: int, width: int) -> Iterator[tuple[slice, F32]]:
+def _strips(grid: Grid, first: int, rows: int, width: int) -> Iterator[tuple[slice, U16]]:
     """The rows from ``first`` on, a strip within one row of blocks at a time: where it lies among these rows, and the
-    scales of its blocks."""
+    tables of its blocks. ``width``: columns that are looked up at a time. What is read at a time has few rows of
+    blocks, whose tables are made together."""
     high = grid.block[0]
     step = max(1, _STEP // width)
-    for row in range(first // high, -(-(first + rows) // high)):
-        scales = grid.read(row, row + 1)[0]
+    above, below = first // high, -(-(first + rows) // high)
+    all_tables = tables(grid.read(above, below).reshape(-1)).reshape(below - above, -1, 256)
+    for row, table in enumerate(all_tables, above):
         begin, end = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
         for start in range(begin, end, step):
-            yield slice(start, min(start + step, end)), scales
+            yield slice(start, min(start + step, end)), table
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
-        self.index: dict[int, tuple[tuple[int, int], I32]] = {}
         self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
 
 
+_CODES = np.tile(np.arange(256, dtype=np.uint16), _INVERSES)
 _NONE = 0x100  # the entry of an inverse table for a value that no code gives
 _own = _Own()
 
 
-def _numbered(rows: int, width: int, wide: int, bits: int) -> I32:
-    """An index of a strip in memory of the thread: the bits from ``bits`` on number the block of a column, the lower
-    ones are for the caller to set."""
-    key, kept = _own.index.get(bits, ((0, 0), np.empty((0, 0), np.int32)))
-    if key != (width, wide) or len(kept) < rows:
-        kept = np.empty((rows, width), np.int32)
-        kept[:] = np.arange(width) // wide << bits
-        _own.index[bits] = (width, wide), kept
-    return kept[:rows]
+def _indexed(elements: U8 | U16, wide: int, bits: int) -> I32:
+    """The place of every element in the tables of its strip: the bits from ``bits`` on number the block of its
+    column. In memory of the thread."""
+    index = scratch(4 * elements.size, "index").view(np.int32).reshape(elements.shape)
+    np.copyto(index, elements)
+    if elements.shape[1] > wide:
+        index += _block_numbers(elements.shape[1], wide, bits)
+    return index
+
+
+@lru_cache(maxsize=64)
+def _block_numbers(width: int, wide: int, bits: int) -> I32:
+    return (np.arange(width) // wide << bits).astype(np.int32)
 
 
 def _look_up(table: U16, index: I32, out: U16) -> None:
@@ -259,8 +263,8 @@ def _look_up(table: U16, index: I32, out: U16) -> None:
 
 def _invert(table: U16, index: I32, out: U16) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
-    spots = table + (np.arange(len(table), dtype=np.int32)[:, None] << 16)
-    _own.inverse[spots] = np.arange(256)
+    spots = (table + (np.arange(len(table))[:, None] << 16)).reshape(-1)
+    _own.inverse[spots] = _CODES[: len(spots)]
     try:
         _look_up(_own.inverse, index, out)
     finally:

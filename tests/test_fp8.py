@@ -19,7 +19,7 @@ from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
-from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, tables, values
+from mtpcheck.fp8 import Coded, Dequantized, Grid, tables, values
 from mtpcheck.inspect import inspect
 from mtpcheck.megatron import Options
 from mtpcheck.move import read_plan
