@@ -31,6 +31,10 @@ from mtpcheck.flags import (
     Experts,
     Family,
     First,
+    Fp8,
+    Fp8Export,
+    Fp8ExportOption,
+    Fp8Option,
     Iteration,
     Json,
     Last,
@@ -149,6 +153,7 @@ def roundtrip(
     last_layers: Last = None,
     pipeline_layout: PipelineLayout = "",
     experts: ExpertForm = None,
+    fp8: Fp8Option = Fp8.dequantize,
     as_json: Json = False,
     report: Reports = None,
     quiet: Quiet = False,
@@ -168,7 +173,7 @@ def roundtrip(
     middle: Literal["torch_dist", "torch"] | None = via.value if via else None
 
     def judge() -> Report:
-        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle)
+        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value)
         if plan:
             return prove(ckpt, family, options, workdir, allow_no_mtp, middle, iteration)
         show = show_progress(as_json, quiet)
@@ -197,6 +202,7 @@ def convert(
     last_layers: Last = None,
     pipeline_layout: PipelineLayout = "",
     experts: ExpertForm = None,
+    fp8: Fp8ExportOption = Fp8Export.dequantize,
     quiet: Quiet = False,
 ) -> int:
     """One direction. DST appears whole or not at all."""
@@ -206,7 +212,7 @@ def convert(
     from mtpcheck.report.inspection import render_converted
 
     ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
-    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None)
+    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None, fp8.value)
     total = open_checkpoint(src, iteration).nbytes
     with bar("converting", total, not quiet) as progress:
         converted = run(src, dst, to.value if to else None, family, options, like, progress, iteration=iteration)
@@ -218,7 +224,13 @@ def convert(
 
 
 def _options(
-    spec: Spec, multiple: int, mcore: Mcore, ranks: tuple[Any, ...], experts: Experts | None, layout: str | None
+    spec: Spec,
+    multiple: int,
+    mcore: Mcore,
+    ranks: tuple[Any, ...],
+    experts: Experts | None,
+    layout: str | None,
+    fp8: Literal["dequantize", "keep", "requantize"],
 ) -> Options:
     """Options from flags. Raises UsageError for flags that a layout without ranks would ignore."""
     from mtpcheck.megatron import Options
@@ -228,7 +240,7 @@ def _options(
     topology = Topology(tp, pp, vpp, ep, tp if etp is None else etp, first, last, pipeline)
     if layout != "torch" and (topology != Topology() or experts):
         raise UsageError("--tp, --pp, --experts and the like tell how to write rank files: add --to or --via torch")
-    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None)
+    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8)
 
 
 # ---- errors and signals → exit codes

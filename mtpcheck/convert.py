@@ -72,6 +72,8 @@ def convert(
     to = to or other_layout(opened.layout)
     if opened.layout == to == "hf":
         raise UsageError(f"{source} is an HF checkpoint already")
+    if options.fp8 == ("keep" if to == "hf" else "requantize"):
+        raise UsageError(f"--fp8 {options.fp8} is for the other direction; this one writes {to}")
     if like is not None:
         opened = replace(opened, manifest=_lent_form(opened, Path(like)))
     tensor_map = read_tensor_map(opened, family)

@@ -82,6 +82,11 @@ def scale_names(name: str, block: tuple[int, int]) -> list[str]:
     return [name + suffix for suffix in (_SCALES_OF_WHOLE if block == WHOLE else (SCALE,))]
 
 
+def activation_names(name: str) -> list[str]:
+    """How the scale of a tensor's activations may be spelled."""
+    return [f"{name.removesuffix('weight')}{suffix}" for suffix in _ACTIVATION]
+
+
 def _encoded(name: str, codes: TensorRef, tensors: Mapping[str, TensorRef], block: tuple[int, int]) -> Encoded:
     """Codes with what belongs to them. Raises FormatError if scales are missing or do not fit."""
     spelled = scale_names(name, block)
@@ -90,7 +95,7 @@ def _encoded(name: str, codes: TensorRef, tensors: Mapping[str, TensorRef], bloc
         raise FormatError(f"{spelled[0]} is missing, without which the codes mean nothing")
     grid = Grid(tensors[scale], block, codes.shape, name)
     values = TensorRef("BF16", Plan.region(Dequantized(codes.plan, grid), 0, codes.shape, 2))
-    others = [f"{name.removesuffix('weight')}{suffix}" for suffix in _ACTIVATION]
+    others = activation_names(name)
     return Encoded(values, codes, {s: tensors[s] for s in (scale, *others) if s in tensors}, grid)
 
 

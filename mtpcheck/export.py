@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import is_zero
 from mtpcheck.dtypes import as_declared
-from mtpcheck.encoding import CODES, block_of, code_again, scale_names
+from mtpcheck.encoding import CODES, activation_names, block_of, code_again, scale_names
 from mtpcheck.facts import config_from_facts
 from mtpcheck.family import load_family
 from mtpcheck.fp8 import Strange
@@ -160,25 +160,28 @@ def _as_source(
     again = code_again(declared, names, manifest.aside, block, progress, count)
     plain = (*again.trained, *again.bare)
     if fp8 == "requantize":
-        return _anew(_Encoded(again.tensors, plain, tuple(findings)), dtypes, manifest.config, block)
+        return _anew(_Encoded(again.tensors, plain, tuple(findings)), dtypes, manifest, block)
     return _Encoded(again.tensors, plain, (*findings, *_of_bare(again.bare), *_of_trained(again.trained)))
 
 
-def _anew(encoded: _Encoded, dtypes: Mapping[str, str], config: Mapping[str, Any], block: tuple[int, int]) -> _Encoded:
-    """The same tensors, the plain ones quantized anew."""
+def _anew(encoded: _Encoded, dtypes: Mapping[str, str], manifest: Manifest, block: tuple[int, int]) -> _Encoded:
+    """The same tensors, the plain ones quantized anew. The scales of activations stay as they were."""
     from mtpcheck.quantize import quantize
 
     tensors, findings, plain = dict(encoded.tensors), list(encoded.findings), list[str]()
-    powers = config["quantization_config"].get("scale_fmt") == "ue8m0"
+    powers = manifest.config["quantization_config"].get("scale_fmt") == "ue8m0"
     for name in encoded.plain:
         if (made := quantize(name, tensors[name], block, powers)) is None:
-            findings.append(warning("quantization.trained", name, "holds NaN or infinity; it is written as bf16"))
             plain.append(name)
             continue
         scale = next((s for s in scale_names(name, block) if s in dtypes), scale_names(name, block)[0])
         tensors[name], tensors[scale] = made
+        tensors.update({n: manifest.aside[n] for n in activation_names(name) if n in manifest.aside})
+    if plain:
+        what = "NaN or infinity, which cannot be quantized anew; written as bf16"
+        findings.append(warning("quantization.trained", _some(plain), what))
     if done := [name for name in encoded.plain if name not in plain]:
-        what = "quantized anew, with new scales: their values are rounded"
+        what = "quantized anew, with new scales: values are rounded"
         findings.append(warning("quantization.anew", _some(done), what))
     return _Encoded(tensors, tuple(plain), tuple(findings))
 

@@ -36,6 +36,17 @@ class Mcore(StrEnum):
     core_0_19 = "0.19"
 
 
+class Fp8(StrEnum):
+    dequantize = "dequantize"
+    keep = "keep"
+
+
+class Fp8Export(StrEnum):
+    dequantize = "dequantize"
+    keep = "keep"
+    requantize = "requantize"
+
+
 class Values(StrEnum):
     exact = "exact"
     changed = "changed"
@@ -70,6 +81,14 @@ PipelineLayout = Annotated[
 ExpertForm = Annotated[
     Experts | None, typer.Option(help="How modules keep experts; by default as the spec.", rich_help_panel=_RANKS)
 ]
+Fp8Option = Annotated[
+    Fp8, typer.Option(help="FP8 weights in between: bf16 values with their scales beside, or codes as they are.")
+]
+Fp8ExportOption = Annotated[
+    Fp8Export,
+    typer.Option(help="FP8 weights in Megatron: bf16 values, or codes (keep). In an export trained ones: bf16, or "
+                      "quantized anew (requantize)."),
+]  # fmt: skip
 Iteration = Annotated[int | None, typer.Option(min=0, help="Take this iteration of a Megatron root.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 Reports = Annotated[

@@ -15,7 +15,7 @@ from typing import get_args
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
-from mtpcheck.convert import convert, other_layout
+from mtpcheck.convert import check_convertible, convert, other_layout
 from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
@@ -55,6 +55,7 @@ def roundtrip(
     report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
     load_writers(middle, a.layout)
     try:
+        check_convertible(a, a_map)
         with _workspace(Path(source), workdir, keep) as folder:
             held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
             size = dealer(held, options).nbytes if middle == "torch" else held.nbytes
@@ -64,7 +65,7 @@ def roundtrip(
                 out = convert(source, there, middle, a_map.family, options, progress=progress, iteration=iteration)
             with bar("back", (1 if a.hf is None or keep else 2) * a_map.nbytes, show_progress) as progress:
                 shards = HollowShards(a.folder, progress) if a.hf is not None and keep is None else None
-                again = _same_form(a, options)
+                again = _same_form(a, a_map, options)
                 home = convert(there, back, a.layout, a_map.family, again, progress=progress, written=shards)
             identical = shards.identical if shards else set()
             _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), identical, show_progress)
@@ -79,8 +80,9 @@ def roundtrip(
     return report
 
 
-def _same_form(a: Checkpoint, options: Options) -> Options:
-    """Write a Megatron result with the vocabulary padding and the ranks of the source."""
+def _same_form(a: Checkpoint, a_map: TensorMap, options: Options) -> Options:
+    """Write a Megatron result with the vocabulary padding, the ranks and the encoding of the source."""
+    options = replace(options, fp8="keep" if a_map.encoded and a.hf is None else "dequantize")
     topology = a.ranks.ranks.topology if a.ranks is not None else Topology()
     padded = (a.args or {}).get("padded_vocab_size")
     if isinstance(padded, int) and padded > 0 and padded % topology.tp == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,8 +14,12 @@ from tests.conftest import FIXTURES
 BLOCK = (40, 24)  # ragged at both edges of every matrix
 
 
-def make(folder: Path, powers_of_two: bool = False) -> Path:
-    """Write the checkpoint. Codes are random, all 256 of them, NaN and -0.0 included; scales are fp32."""
+Scales = Literal["fp32", "powers", "bf16", "e8m0", "one", "one_renamed"]
+"""fp32 or bf16 scales of any value, powers of two as fp32 or as exponents; or one a tensor, in two spellings."""
+
+
+def make(folder: Path, scales: Scales = "fp32") -> Path:
+    """Write the checkpoint. All 256 codes occur in every matrix: NaN, zeros, -0.0, subnormals and the largest."""
     source = FIXTURES / "deepseek_v3"
     drawn = torch.Generator().manual_seed(8)
     folder.mkdir(parents=True)
@@ -27,21 +31,38 @@ def make(folder: Path, powers_of_two: bool = False) -> Path:
         for name, tensor in load_file(path).items():
             tensors[name] = tensor
             if is_coded(name):
-                rows, columns = tensor.shape
-                codes = torch.randint(0, 256, (rows, columns), generator=drawn, dtype=torch.uint8)
+                codes = torch.randint(0, 256, tensor.shape, generator=drawn, dtype=torch.uint8)
                 codes.view(-1)[:256] = torch.arange(256)
-                grid = (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
-                scales = torch.rand(grid, generator=drawn) * 10.0 ** torch.randint(-9, 9, grid, generator=drawn)
                 tensors[name] = codes.view(torch.float8_e4m3fn)
-                tensors[name + "_scale_inv"] = torch.exp2(torch.log2(scales).round()) if powers_of_two else scales
+                tensors.update(scales_of(name, tensor.shape, scales, drawn))
         save_file(tensors, folder / path.name, {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK),
-    }  # fmt: skip
+    declared: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    if scales in ("one", "one_renamed"):
+        declared["activation_scheme"] = "static"
+    else:
+        declared["weight_block_size"] = list(BLOCK)
+    if scales in ("powers", "e8m0"):
+        declared["scale_fmt"] = "ue8m0"
+    config["quantization_config"] = declared
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     index_again(folder)
     return folder
+
+
+def scales_of(name: str, shape: torch.Size, scales: Scales, drawn: torch.Generator) -> dict[str, torch.Tensor]:
+    """What belongs to the codes of one matrix."""
+    if scales in ("one", "one_renamed"):
+        own, activation = ("_scale_inv", "activation_scale") if scales == "one" else ("_scale", "input_scale")
+        one = torch.rand((), generator=drawn)
+        return {name + own: one, name.removesuffix("weight") + activation: one + 1}
+    grid = [-(-n // edge) for n, edge in zip(shape, BLOCK, strict=True)]
+    values = torch.rand(grid, generator=drawn) * 10.0 ** torch.randint(-9, 9, grid, generator=drawn)
+    if scales == "bf16":
+        values = values.bfloat16()
+    if scales in ("powers", "e8m0"):
+        values = torch.exp2(torch.log2(values).round())
+    return {name + "_scale_inv": values.to(torch.float8_e8m0fnu) if scales == "e8m0" else values}
 
 
 def is_coded(name: str) -> bool:

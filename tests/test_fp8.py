@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -104,17 +105,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return coded.make(tmp_path_factory.mktemp("coded") / "hf")
 
 
-@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("fp8", ["dequantize", "keep"])
+@pytest.mark.parametrize("scales", get_args(coded.Scales))
 @pytest.mark.parametrize("via, options", [("torch_dist", Options()), ("torch", RANKS)], ids=["torch_dist", "torch"])
 def test_a_release_in_fp8_round_trips_byte_for_byte(
-    powers_of_two: bool, via: Any, options: Options, tmp_path: Path
+    scales: coded.Scales, via: Any, options: Options, fp8: Any, tmp_path: Path
 ) -> None:
-    made = coded.make(tmp_path / "hf", powers_of_two)
-    report = roundtrip(made, options=options, via=via, keep=tmp_path / "kept")
+    made = coded.make(tmp_path / "hf", scales)
+    report = roundtrip(made, options=replace(options, fp8=fp8), via=via, keep=tmp_path / "kept")
     assert report.verdict == "holds", report.findings
     assert sha256(tmp_path / "kept" / "hf") == sha256(made)
     (aside,) = (f for f in report.findings if f.check == "quantization.aside")
-    assert aside.subject == "68 tensors"
+    assert aside.subject == ("136 tensors" if scales.startswith("one") else "68 tensors")
+    dtypes = {ref.dtype for ref in open_checkpoint(tmp_path / "kept" / via).tensors.values()}
+    assert ("F8_E4M3" in dtypes) == (fp8 == "keep")
 
 
 def test_scales_out_of_range_keep_their_codes_beside_megatron(tmp_path: Path) -> None:
@@ -137,34 +141,6 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], Any]) -> None
         tensors[name] = made.contiguous()
     save_file(tensors, folder / index[name], {"format": "pt"})
     coded.index_again(folder)
-
-
-def test_what_training_changed_is_written_as_bf16_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    """Megatron saves into a new folder of its own, where nothing of ours lies; --like the import finds the scales."""
-    convert(source, tmp_path / "import", "torch", options=Options("local"))
-    shutil.copytree(tmp_path / "import", tmp_path / "trained", ignore=shutil.ignore_patterns("mtpcheck"))
-    (file,) = (tmp_path / "trained").rglob("*.pt")
-    root = torch.load(file, weights_only=False)
-    root["model"]["decoder.layers.2.self_attention.linear_proj.weight"][3, 3] += 1
-    torch.save(root, file)
-    converted = convert(tmp_path / "trained", tmp_path / "hf", like=tmp_path / "import")
-    name = "model.layers.2.self_attn.o_proj.weight"
-    (found,) = (f for f in converted.findings if f.check == "quantization.trained")
-    assert (found.subject, found.message.split()[0]) == (name, "1")
-    report = verify(source, tmp_path / "hf")
-    assert {f.subject for f in report.failures} == {name, name + "_scale_inv"}
-    assert verify(tmp_path / "trained", tmp_path / "hf").verdict == "holds"
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
-
-
-def test_without_kept_scales_an_export_is_bf16_and_says_so(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "import", "torch", options=Options("local"))
-    shutil.copytree(tmp_path / "import", tmp_path / "bare", ignore=shutil.ignore_patterns("mtpcheck"))
-    converted = convert(tmp_path / "bare", tmp_path / "hf", like=source)
-    (found,) = (f for f in converted.findings if f.check == "quantization.trained")
-    assert found.subject.endswith(" and 67 more")
-    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert verify(source, tmp_path / "bare").verdict == "holds"
 
 
 def test_both_sides_are_read(source: Path, tmp_path: Path) -> None:

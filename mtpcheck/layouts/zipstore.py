@@ -23,7 +23,8 @@ from mtpcheck.files import Source, read
 
 TORCH_DTYPES: Mapping[str, str] = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
 """torch dtype → our dtype (safetensors' name)."""
 
@@ -32,6 +33,7 @@ _STORAGES: Mapping[str, str] = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL",
 }  # fmt: skip
+"""Classes of storage → our dtype. Dtypes without a class of their own lie in an untyped storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ _RECORDS = {
 }  # fmt: skip
 
 
+_NAMES = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.storage", "UntypedStorage")}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, where: str, foreign: bool) -> None:
         super().__init__(io.BytesIO(data))
@@ -129,6 +134,8 @@ class _Unpickler(pickle.Unpickler):
             return known
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild_tensor
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _rebuild_untyped
         if (module, name) in (
             ("torch._utils", "_rebuild_parameter"),
             ("torch._utils", "_rebuild_parameter_with_state"),
@@ -136,16 +143,14 @@ class _Unpickler(pickle.Unpickler):
             return lambda data, *rest: data
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
             return lambda rebuild, kind, args, state: rebuild(*args)
-        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
+        if (module, name) in _NAMES:
             return Named(f"{module}.{name}")
         if module == "torch" and (name in TORCH_DTYPES or name in _STORAGES):
             return Named(f"torch.{name}")
         if (module, name) == ("torch.serialization", "_get_layout"):
             return Named("torch.layout")
         if module == "torch._utils" and name.startswith("_rebuild"):
-            raise UnsupportedError(
-                f"{self.where}: holds a tensor of a kind that cannot be read yet ({name}), such as FP8"
-            )
+            raise UnsupportedError(f"{self.where}: holds a tensor of a kind that cannot be read yet ({name})")
         if self.foreign and module.split(".")[0] not in sys.stdlib_module_names:
             return type("Inert", (Inert,), {"__qualname__": f"{module}.{name}"})
         raise FormatError(
@@ -162,6 +167,14 @@ class _Unpickler(pickle.Unpickler):
 def _rebuild_tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: object) -> StoredTensor:
     dtype = _STORAGES[storage[1].name.removeprefix("torch.")]
     return StoredTensor(dtype, str(storage[2]), int(offset), tuple(map(int, size)), tuple(map(int, stride)))
+
+
+def _rebuild_untyped(
+    storage: Any, offset: int, size: Any, stride: Any, grad: object, hooks: object, dtype: Any, *rest: object
+) -> StoredTensor:
+    """Of dtypes without a class of storage, as torch._utils._rebuild_tensor_v3; the offset is in elements."""
+    ours = TORCH_DTYPES[dtype.name.removeprefix("torch.")]
+    return StoredTensor(ours, str(storage[2]), int(offset), tuple(map(int, size)), tuple(map(int, stride)))
 
 
 def unpickle(data: bytes, where: str, foreign: bool = False) -> Any:

@@ -157,21 +157,26 @@ def pickled(root: Any) -> bytes:
 
 
 class _Storage:
-    """Stands for one storage while its pickle is written."""
+    """Stands for one storage while its pickle is written. Dtypes without a class of storage lie in an untyped one."""
 
     def __init__(self, pending: Pending) -> None:
-        self.kind = torch.storage._dtype_to_storage_type_map()[DTYPES[pending.dtype]]
-        self.number, self.numel = pending.storage, prod(pending.shape)
+        dtype = DTYPES[pending.dtype]
+        self.kind = torch.storage._dtype_to_storage_type_map().get(dtype, "")
+        self.number, self.numel = pending.storage, prod(pending.shape) * (1 if self.kind else dtype.itemsize)
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _Storage):
-            return ("storage", getattr(torch, obj.kind), str(obj.number), "cpu", obj.numel)
+            kind = getattr(torch, obj.kind) if obj.kind else torch.storage.UntypedStorage
+            return ("storage", kind, str(obj.number), "cpu", obj.numel)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Pending):
-            strides = tuple(prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
-            return torch._utils._rebuild_tensor_v2, (_Storage(obj), 0, obj.shape, strides, False, OrderedDict())
+            storage, strides = _Storage(obj), tuple(prod(obj.shape[i + 1 :]) for i in range(len(obj.shape)))
+            plain: tuple[Any, ...] = (storage, 0, obj.shape, strides, False, OrderedDict())
+            if storage.kind:
+                return torch._utils._rebuild_tensor_v2, plain
+            return torch._utils._rebuild_tensor_v3, (*plain, DTYPES[obj.dtype])
         return NotImplemented
