@@ -9,13 +9,15 @@ from math import lcm
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mtpcheck.convert import convert
 from mtpcheck.megatron import Options
 from mtpcheck.roles import Spec
 from mtpcheck.topology import Topology
 from mtpcheck.verify import verify
-from tests import wide
+from tests import coded, wide
+from tests.test_roundtrip import sha256
 
 from .support import FIXTURES, HERE
 
@@ -60,6 +62,23 @@ def test_megatron_core_loads_every_rank_and_saves_the_source(
         return
     report = verify(source, tmp_path / "saved")
     assert report.verdict == "holds", report.findings
+
+
+def test_what_megatron_rounds_or_decodes_comes_back_through_the_import(tmp_path: Path) -> None:
+    """FP8 in blocks and an fp32 norm, loaded into bf16 modules, saved by Megatron into a folder of its own."""
+    source = coded.make(tmp_path / "hf")
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        if norm in tensors:
+            tensors[norm] = tensors[norm].float() * 1.0001
+            save_file(tensors, path, {"format": "pt"})
+    coded.index_again(source)
+    convert(source, tmp_path / "ranks", "torch", options=Options("local", 16, topology=Topology(tp=2, etp=2)))
+    run_ranks(tmp_path, "local", 2)
+    back = convert(tmp_path / "saved", tmp_path / "back", like=tmp_path / "ranks")
+    assert [f.subject for f in back.findings if f.check == "values.kept"] == [norm]
+    assert sha256(tmp_path / "back") == sha256(source)
 
 
 def run_ranks(work: Path, spec: Spec, world: int) -> None:
