@@ -7,17 +7,16 @@ this is *teacher-forced*: each draft is judged after the text's own tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtpcheck.checkpoint import Checkpoint
-from mtpcheck.convert import derived_config
+from mtpcheck.draft.config import config_of
 from mtpcheck.draft.head import Head, HeadFacts, Step, head_of
 from mtpcheck.draft.passage import Passage, Run, Touched
-from mtpcheck.draft.trunk import Hidden, Trunk, lacking
+from mtpcheck.draft.trunk import Hidden, Trunk
 from mtpcheck.draft.vocabulary import Scored, score
 from mtpcheck.draft.weights import Weights
 from mtpcheck.errors import UnsupportedError, UsageError
@@ -53,22 +52,6 @@ class Engine:
     def hidden(self, ids: Tensor, padding: Tensor) -> Hidden:
         """The decoder over [texts, positions]."""
         return self.trunk.run(self.weights.lookup("embed", ids), padding)
-
-
-def config_of(checkpoint: Checkpoint, tensor_map: TensorMap) -> dict[str, Any]:
-    """config.json as the checkpoint's facts have it; a Megatron checkpoint without the form of an HF one has no more.
-
-    Raises UnsupportedError naming the keys that it cannot tell.
-    """
-    manifest = checkpoint.manifest.config if checkpoint.manifest else None
-    original = manifest if checkpoint.config is None else checkpoint.config
-    config = derived_config(tensor_map, original)
-    if missing := lacking(load_family(tensor_map.family), config):
-        raise UnsupportedError(
-            f"could not judge: {checkpoint.path} does not tell {', '.join(missing)}, without which transformers cannot "
-            "run it; --like takes them from a checkpoint of the same model"
-        )
-    return config
 
 
 def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, keep_logits: bool = False) -> Run:
@@ -143,10 +126,8 @@ def _score(weights: Weights, features: Mapping[str, Feature], keep: bool) -> dic
     return scored
 
 
-def _passage(
-    scored: dict[str, Scored], text: int, ablated: tuple[str, ...], depths: int, ids: Sequence[int]
-) -> Passage:
-    by_depth = [scored[f"{_DEPTH}{depth}"] for depth in range(1, depths + 1)]
+def _passage(scored: dict[str, Scored], text: int, ablated: Iterable[str], ids: Sequence[int]) -> Passage:
+    by_depth = [own for name, own in scored.items() if name.startswith(_DEPTH)]
     return Passage(
         ids=np.asarray(ids, np.int64),
         main=scored["main"].choices[text],

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtpcheck.draft.config import model_config, refused
 from mtpcheck.draft.weights import Weights
 from mtpcheck.errors import UnsupportedError
-from mtpcheck.facts import lookup
 from mtpcheck.family import Family, Model, load_family
 from mtpcheck.rows import Row
-from mtpcheck.rules import MISSING
 
 ATTENTION, EXPERTS = "self_attn", "experts"
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -253,41 +252,5 @@ def _on_meta(family: Family, config: Mapping[str, Any]) -> Any:
             if module._non_persistent_buffers_set:
                 model.set_submodule(name, type(module)(config=model.config))
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise _refused(family, error) from None
+        raise refused(family, error) from None
     return model.eval()
-
-
-def model_config(family: Family, config: Mapping[str, Any]) -> Any:
-    """transformers' config, made of keys that the family's rows or the model's own config class name; a checkpoint's
-    other keys (``auto_map``, ``quantization_config``, …) do not reach transformers.
-
-    Raises UnsupportedError if transformers has no such model, or refuses a value.
-    """
-    import transformers
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-
-    kind = CONFIG_MAPPING.get(family.trunk_type, None)
-    if kind is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        have = f"transformers {transformers.__version__} has no language model of type {family.trunk_type!r}"
-        raise UnsupportedError(f"could not judge: {have}, so {family.name} cannot be run")
-    common = PreTrainedConfig.__dataclass_fields__
-    keys = {name for name in kind.__dataclass_fields__ if name not in common}
-    keys |= {key.split(".")[0] for row in family.all_config for key in row.keys} - {"torch_dtype", "dtype"}
-    try:
-        return kind.from_dict({key: value for key, value in config.items() if key in keys} | {"use_cache": False})
-    except Exception as error:  # values come from untrusted files, and checks of many kinds meet them
-        raise _refused(family, error) from None
-
-
-def _refused(family: Family, error: Exception) -> UnsupportedError:
-    said = " ".join(str(error).split())
-    return UnsupportedError(f"could not judge: transformers cannot make {family.trunk_type} of this config: {said}")
-
-
-def lacking(family: Family, config: Mapping[str, Any]) -> list[str]:
-    """Keys that a config must have and this one, derived from a Megatron checkpoint, has not."""
-    return [
-        row.keys[0]
-        for row in family.all_config
-        if row.fact and row.default is MISSING and all(lookup(config, key) is MISSING for key in row.keys)
-    ]
