@@ -48,7 +48,8 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-    kind = CONFIG_MAPPING.get(family.trunk_type, None)
+    # a lazy mapping, whose get() finds only what was loaded before
+    kind = CONFIG_MAPPING[family.trunk_type] if family.trunk_type in CONFIG_MAPPING else None  # noqa: SIM401
     if kind is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         have = f"transformers {transformers.__version__} has no language model of type {family.trunk_type!r}"
         raise UnsupportedError(f"could not judge: {have}, so {family.name} cannot be run")
