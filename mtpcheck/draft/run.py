@@ -60,7 +60,8 @@ def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, kee
     ``ablate`` also drafts with pieces of the head taken away. Raises UsageError for an empty text or an id out of
     range, UnsupportedError as the weights are read.
     """
-    ids, lengths = _batch(texts, engine.tensor_map.facts["vocab"])
+    check_ids(texts, engine.tensor_map.facts["vocab"])
+    ids, lengths = _batch(texts)
     hidden = engine.hidden(ids, _beyond(lengths, ids.shape[1]))
     steps = list[Step]()
     before: Hidden | Step = hidden
@@ -83,15 +84,20 @@ def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, kee
     return Run(passages, touched, engine.weights.nbytes)
 
 
-def _batch(texts: Sequence[Sequence[int]], vocab: int) -> tuple[Tensor, list[int]]:
-    lengths = [len(text) for text in texts]
+def check_ids(texts: Sequence[Sequence[int]], vocab: int) -> None:
+    """Raise UsageError unless there are texts, each has tokens, and all are in the vocabulary."""
+    if not texts:
+        raise UsageError("there is no text to run")
     for number, text in enumerate(texts):
         if not len(text):
             raise UsageError(f"text {number} has no tokens")
         if bad := [i for i in text if not 0 <= i < vocab]:
             raise UsageError(f"text {number} has the token id {bad[0]}, expected 0 to {vocab - 1}")
-    if not lengths:
-        raise UsageError("there is no text to run")
+
+
+def _batch(texts: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+    """[texts, positions], padded with 0, and how long each text is."""
+    lengths = [len(text) for text in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = torch.as_tensor(np.asarray(text, np.int64))
