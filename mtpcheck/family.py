@@ -19,6 +19,7 @@ from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
 _FAMILY_KEYS = {"extends", "match", "trunk", "outside", "decoder", "mtp", "facts", "config"}
+_MTP_KEYS = {"prefix", "own", "blocks", "declared", "fed", "passed_on", "norm", "separate"}
 _BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config"}
 
 
@@ -193,6 +194,7 @@ def load_family(name: str) -> Family:
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
     table = _table(name)
+    check_keys(f"families/{name}.yaml: mtp", table["mtp"], _MTP_KEYS)
     family = Family(
         name=name,
         model_types=tuple(_listed(table["match"]["model_type"])),

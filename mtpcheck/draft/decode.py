@@ -74,6 +74,9 @@ def speculate(
     return writer.write(list(prompt), new_tokens, stop)
 
 
+_MULTIPLE = 64
+
+
 class _Writer:
     def __init__(self, engine: Engine, drafts: int, temperature: float, generator: torch.Generator) -> None:
         self.engine, self.drafts = engine, drafts
@@ -84,7 +87,7 @@ class _Writer:
         start, passes, rounds, drafted, accepted_at = len(text), 0, 0, 0, [0] * self.drafts
         guesses, chances = list[int](), torch.empty(0)
         while len(text) < end:
-            ids, padding = self._padded(text + guesses)
+            ids, padding = self._padded(text + guesses, end)
             hidden = self.engine.hidden(ids, padding)
             passes += 1
             wanted = self._chances(hidden.normed[:, len(text) - 1 : len(text) + len(guesses)], self.engine.head)
@@ -102,10 +105,15 @@ class _Writer:
             guesses, chances = self._guess(hidden, text, count) if count > 0 else ([], torch.empty(0))
         return Decoded(tuple(text[start:]), passes, rounds, drafted, sum(accepted_at), tuple(accepted_at))
 
-    def _padded(self, text: list[int]) -> tuple[Tensor, Tensor]:
-        """[1, positions] with room for a reused layer's further steps, and which of them lie beyond the text."""
-        ids = torch.tensor([text + [0] * self.drafts])
-        return ids, torch.arange(ids.shape[1])[None] >= len(text)
+    def _padded(self, text: list[int], end: int) -> tuple[Tensor, Tensor]:
+        """[1, positions] and which of them lie beyond the text.
+
+        Always as many positions, with room for a reused layer's further steps: rounding depends on the shape of what
+        is multiplied, and so do the choices of an indexer among equals. A text must not depend on how it is drafted.
+        """
+        positions = -(-(end + self.drafts) // _MULTIPLE) * _MULTIPLE
+        ids = torch.tensor([text + [0] * (positions - len(text))])
+        return ids, torch.arange(positions)[None] >= len(text)
 
     def _chances(self, vectors: Tensor, head: str) -> Tensor:
         """[1, n, hidden] → probabilities [n, vocab]; greedy, all is the first largest logit's."""

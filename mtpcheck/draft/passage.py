@@ -56,4 +56,4 @@ class Run:
     passages: tuple[Passage, ...]
     touched: Touched
     nbytes: int = field(compare=False)
-    """Bytes of weights that were read."""
+    """Bytes of weights that came from the files."""

@@ -57,11 +57,15 @@ class Engine:
 def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, keep_logits: bool = False) -> Run:
     """Run texts of token ids, all at once; shorter ones are padded, and padding reaches no expert.
 
+    Bits depend on the texts that run together and on the number of threads: rounding does, and so does which of equal
+    scores an indexer prefers. Two checkpoints are comparable bit for bit under the same texts, in one process.
+
     ``ablate`` also drafts with pieces of the head taken away. Raises UsageError for an empty text or an id out of
     range, UnsupportedError as the weights are read.
     """
     check_ids(texts, engine.tensor_map.facts["vocab"])
     ids, lengths = _batch(texts)
+    engine.weights.note_anew()
     hidden = engine.hidden(ids, _beyond(lengths, ids.shape[1]))
     steps = list[Step]()
     before: Hidden | Step = hidden
@@ -86,7 +90,7 @@ def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, kee
 
 def check_ids(texts: Sequence[Sequence[int]], vocab: int) -> None:
     """Raise UsageError unless there are texts, each has tokens, and all are in the vocabulary."""
-    if not texts:
+    if not len(texts):
         raise UsageError("there is no text to run")
     for number, text in enumerate(texts):
         if not len(text):

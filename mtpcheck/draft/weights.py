@@ -23,18 +23,23 @@ _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Weights:
-    """Reads from a tensor map of any layout; ``read`` are the parts so far, ``nbytes`` what they took.
+    """Reads from a tensor map of any layout, and notes what was used: ``read`` are the parts, ``embedding_rows`` the
+    ids that were looked up, ``nbytes`` what came from the files.
 
     ``resident`` keeps every tensor, for small models that run many times.
     """
 
     def __init__(self, tensor_map: TensorMap, resident: bool = False, progress: Progress | None = None) -> None:
         self.tensor_map = tensor_map
+        self.note_anew()
+        self._progress = progress or Silent()
+        self._kept: dict[Hashable, Tensor] | None = {} if resident else None
+
+    def note_anew(self) -> None:
+        """Forget what was used so far."""
         self.read: set[str] = set()
         self.embedding_rows: set[int] = set()
         self.nbytes = 0
-        self._progress = progress or Silent()
-        self._kept: dict[Hashable, Tensor] | None = {} if resident else None
 
     def joined(self, row: Row) -> Tensor:
         """The tensor that ``row`` makes of its parts, in its stored shape."""
