@@ -18,7 +18,8 @@ from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
-_FAMILY_KEYS = {"extends", "match", "outside", "decoder", "mtp", "facts", "config"}
+_FAMILY_KEYS = {"extends", "match", "trunk", "outside", "decoder", "mtp", "facts", "config"}
+_MTP_KEYS = {"prefix", "own", "blocks", "declared", "fed", "passed_on", "norm", "separate"}
 _BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config"}
 
 
@@ -118,6 +119,8 @@ class Family:
     fixed: Mapping[str, Any]
     """Facts that every member shares."""
     config: tuple[ConfigRow, ...]
+    trunk_type: str
+    """The model type under which transformers has the decoder."""
 
     @property
     def declared_by(self) -> tuple[str, ...]:
@@ -191,6 +194,7 @@ def load_family(name: str) -> Family:
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
     table = _table(name)
+    check_keys(f"families/{name}.yaml: mtp", table["mtp"], _MTP_KEYS)
     family = Family(
         name=name,
         model_types=tuple(_listed(table["match"]["model_type"])),
@@ -200,6 +204,7 @@ def load_family(name: str) -> Family:
         mtp=table["mtp"],
         fixed=table.get("facts", {}),
         config=config_rows(f"families/{name}.yaml", table.get("config", {})),
+        trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
     )
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)

@@ -7,7 +7,7 @@ that one which the load leaves alone shows. OUT gets
 - `<strictness>.safetensors` for each strictness: all that the model holds after such a load;
 - `args.json`: the arguments that were read;
 - `logits.safetensors` (local spec only, since the stand-in for TE computes nothing): token ids and what the
-  decoder, the MTP layers left aside, makes of them in fp32.
+  decoder (`logits`) and each MTP layer (`mtp0` …) make of them in fp32.
 
 A process of its own, because megatron-core wants CUDA, and the patches below are global.
 """
@@ -277,7 +277,7 @@ def load(model: Any, checkpoint: str, strictness: str) -> None:
     model.load_state_dict(state["model"], strict=True)
 
 
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def logits(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """The way of GPTModel.forward, which in 0.16.1 insists on labels as soon as there is an MTP block."""
     model.float()
     for module in model.modules():
@@ -295,8 +295,17 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         embedded, rotary, *_ = model._preprocess(input_ids=ids, position_ids=positions)
         hidden = model.decoder(hidden_states=embedded, attention_mask=future, rotary_pos_emb=rotary)
         head = model.shared_embedding_or_output_weight() if tied else None
-        out: torch.Tensor = model.output_layer(hidden, weight=head)[0]
-    return out.transpose(0, 1).contiguous()
+        chained = model.mtp(
+            input_ids=ids,
+            position_ids=positions,
+            hidden_states=hidden,
+            attention_mask=future,
+            rotary_pos_emb=rotary,
+            embedding=model.embedding,
+        )
+        depths = torch.chunk(chained, 1 + model.config.mtp_num_layers)
+        scored = [model.output_layer(depth, weight=head)[0].transpose(0, 1).contiguous() for depth in depths]
+    return {"logits": scored[0]} | {f"mtp{i}": own for i, own in enumerate(scored[1:])}
 
 
 def start_megatron() -> None:
@@ -322,7 +331,7 @@ def main(checkpoint: str, spec: str, out: Path) -> None:
     (out / "args.json").write_text(json.dumps(args.read, default=str, indent=1))
     if spec == "local":
         ids = torch.arange(24).reshape(2, 12) * 7
-        save_file({"ids": ids, "logits": logits(model, ids)}, out / "logits.safetensors")
+        save_file({"ids": ids, **logits(model, ids)}, out / "logits.safetensors")
     dist.destroy_process_group()
 
 

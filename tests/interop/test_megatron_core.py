@@ -10,9 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.draft.run import Engine, run
+from mtpcheck.tensormap import read_tensor_map
+
 from .independent import Config, Spec, Tensors, expected_args, hf_to_megatron
 from .megatron_worker import STRICTNESS
-from .support import FIXTURES, HERE, NAMES, assert_same_bits, bits, convert, read_hf, run
+from .support import FIXTURES, HERE, NAMES, assert_same_bits, bits, convert, read_hf
+from .support import run as start
 
 SPECS: tuple[Spec, ...] = ("local", "te")
 
@@ -53,7 +58,7 @@ def load_case(name: str, spec: Spec, work: Path) -> Case:
     out = work / "loaded"
     checkpoint = convert(name, work / "megatron", spec)
     te = (FIXTURES / "megatron" / "fake_te",) if spec == "te" else ()
-    run(HERE / "megatron_worker.py", checkpoint, spec, out, python_path=te)
+    start(HERE / "megatron_worker.py", checkpoint, spec, out, python_path=te)
     return Case(
         name=name,
         spec=spec,
@@ -91,6 +96,23 @@ def test_megatron_computes_what_transformers_computes(case: Case) -> None:
         expected = model(case.logits["ids"]).logits
     actual = case.logits["logits"][..., : expected.shape[-1]]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "local" in p.values])
+def test_megatron_drafts_what_the_engine_drafts(case: Case) -> None:
+    """The head's wiring, which no byte tells. MiMo's is fed before the final norm, and Megatron's never is."""
+    checkpoint = open_checkpoint(FIXTURES / case.name)
+    engine = Engine(checkpoint, read_tensor_map(checkpoint))
+    ours = run(engine, case.logits["ids"].tolist(), ablate=False, keep_logits=True).passages
+    theirs = {name: own for name, own in case.logits.items() if name != "ids"}
+    assert len(theirs) == 1 + len(engine.heads)
+    for depth, own in enumerate(theirs.values()):
+        if case.name == "mimo" and depth:
+            continue
+        for passage, expected in zip(ours, own, strict=True):
+            rows, columns = passage.logits[depth].shape
+            actual = torch.from_numpy(passage.logits[depth])
+            torch.testing.assert_close(actual, expected[:rows, :columns], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "mimo" in p.values])

@@ -1,0 +1,256 @@
+"""The decoder: transformers' own model, run from parts of a checkpoint. No other module touches transformers.
+
+The model is built on the meta device, where it has shapes and no weights. Hooks read the weights of a module when it is
+called and drop them when it returns: attention as a whole, every other matrix or norm by itself, and of the experts
+those that a token is routed to, one after the other. So masks, rotary embedding and the arithmetic of every family are
+transformers', bit for bit, and memory holds one module.
+
+The embedding and the LM head, whose size is that of the vocabulary, are not called: ``vocabulary.py`` looks up rows and
+multiplies chunks. What a family has between hidden state and logits besides its head would be missed; none has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpcheck.draft.config import model_config, refused
+from mtpcheck.draft.weights import Weights
+from mtpcheck.errors import UnsupportedError
+from mtpcheck.family import Family, Model, load_family
+from mtpcheck.rows import Row
+
+ATTENTION, EXPERTS = "self_attn", "experts"
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""transformers keeps all experts in two tensors; files have two or one matrices of each expert for a slice of them."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What the decoder gives for a batch: [texts, positions, hidden], before and after the final norm."""
+
+    raw: Tensor
+    normed: Tensor
+
+
+class Trunk:
+    """A decoder, and a decoder layer for each MTP layer, that read their weights as they run."""
+
+    def __init__(self, config: Mapping[str, Any], weights: Weights) -> None:
+        """``config``: config.json of the checkpoint, or one derived from its facts.
+
+        Raises UnsupportedError if transformers lacks the model, refuses the config, or expects other tensors.
+        """
+        self._weights = weights
+        self._padding: Tensor | None = None
+        self._called: dict[int, dict[str, Any]] = {}
+        model = weights.tensor_map.model
+        family = load_family(model.family)
+        self._rows = {row.name: row for row in model.rows}
+        self._causal = _on_meta(family, config)
+        self._decoder = self._causal.get_decoder()
+        layers = self._decoder.layers
+        self._twins = [twin(model, i) for i in range(model.facts["mtp_stored"])]
+        self._blocks = [copy.deepcopy(layers[k]) for k in self._twins]
+        names = {module: name for name, module in self._causal.named_modules()}
+        for k in set(self._twins):
+            layers[k].register_forward_pre_hook(self._note_call(k), with_kwargs=True)
+        for module in (*layers, self._decoder.norm):
+            self._attach(module, names[module], lambda part: part)
+        for i, (block, k) in enumerate(zip(self._blocks, self._twins, strict=True)):
+            self._attach(block, names[layers[k]], _renamed(f"layers.{k}.", f"mtp.{i}."))
+
+    def run(self, embedded: Tensor, padding: Tensor) -> Hidden:
+        """All decoder layers over [texts, positions, hidden]; ``padding`` [texts, positions] is true beyond a text."""
+        raw: list[Tensor] = []
+        handle = self._decoder.norm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
+        self._padding = padding
+        try:
+            with torch.no_grad():
+                normed = self._decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        finally:
+            handle.remove()
+        return Hidden(raw[0], normed)
+
+    def block(self, i: int, x: Tensor, padding: Tensor) -> Tensor:
+        """The decoder layer of MTP layer ``i`` over [texts, positions, hidden], at the positions and under the mask of
+        the last ``run``, which must have had as many."""
+        self._padding = padding
+        with torch.no_grad():
+            out = self._blocks[i](x, **self._called[self._twins[i]])
+        y: Tensor = out[0] if isinstance(out, tuple) else out
+        return y
+
+    # ---- fitting modules with readers
+
+    def _note_call(self, k: int) -> Callable[..., None]:
+        """Keep what the decoder passes to layer ``k`` besides the hidden states, for its twins."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(args) != 1:
+                raise UnsupportedError(f"could not judge: transformers calls {type(module).__name__} in an unknown way")
+            self._called[k] = kwargs
+
+        return hook
+
+    def _attach(self, module: nn.Module, name: str, rename: Callable[[str], str]) -> None:
+        for path, unit, whole in list(_units(module, name)):
+            if path.endswith("." + EXPERTS):
+                self._stream_experts(unit, path, rename)
+                continue
+            if whole:
+                one_text_at_a_time(unit)
+            rows = {own: self._row(f"{path}.{own}", shape, rename) for own, shape in _shapes(unit)}
+            unit.register_forward_pre_hook(self._loader(rows))
+            unit.register_forward_hook(self._dropper(rows))
+
+    def _row(self, name: str, shape: torch.Size, rename: Callable[[str], str]) -> Row:
+        row = self._rows.get(name)
+        model = self._weights.tensor_map.model
+        if row is None:
+            raise UnsupportedError(f"could not judge: transformers' {model.family} has {name}, our family has no part")
+        if row.shape(model.shapes) != tuple(shape):
+            ours, theirs = list(row.shape(model.shapes)), list(shape)
+            raise UnsupportedError(f"could not judge: {name} is {ours} in the checkpoint, {theirs} in transformers")
+        return replace(row, parts=tuple(rename(part) for part in row.parts))
+
+    def _loader(self, rows: Mapping[str, Row]) -> Callable[..., None]:
+        def load(module: nn.Module, *_: object) -> None:
+            module.load_state_dict({own: self._weights.joined(row) for own, row in rows.items()}, assign=True)
+
+        return load
+
+    def _dropper(self, rows: Mapping[str, Row]) -> Callable[..., None]:
+        def drop(module: nn.Module, *_: object) -> None:
+            module.to("meta")
+
+        return drop
+
+    def _stream_experts(self, experts: nn.Module, path: str, rename: Callable[[str], str]) -> None:
+        shapes = dict(_shapes(experts))
+        if shapes.keys() != STACKED.keys():
+            raise UnsupportedError(f"could not judge: transformers keeps {path} as {', '.join(shapes)}")
+        count = next(iter(shapes.values()))[0]
+        for stacked, matrices in STACKED.items():
+            _, height, width = shapes[stacked]
+            shape = torch.Size((height // len(matrices), width))
+            rows = []
+            for e in range(count):
+                own = [self._row(f"{path}.{e}.{matrix}.weight", shape, rename) for matrix in matrices]
+                rows.append(Row(f"{path}.{e}.{stacked}", tuple(part for row in own for part in row.parts)))
+            delattr(experts, stacked)
+            setattr(experts, stacked, OneAtATime(self._weights, rows))
+        experts.register_forward_pre_hook(self._skip_padding(count))
+
+    def _skip_padding(self, count: int) -> Callable[..., tuple[Any, ...]]:
+        """Send tokens that pad a text to no expert; transformers' eager loop passes over index ``count``."""
+
+        def skip(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            states, chosen, shares = args
+            if self._padding is not None and self._padding.any():
+                chosen = chosen.masked_fill(self._padding.reshape(-1, 1), count)
+            return states, chosen, shares
+
+        return skip
+
+
+class OneAtATime:
+    """Stands where all experts were stacked: the eager loop indexes it with one expert and gets the slice of that."""
+
+    def __init__(self, weights: Weights, rows: list[Row]) -> None:
+        self._weights, self._rows = weights, rows
+
+    def __getitem__(self, expert: Tensor) -> Tensor:
+        return self._weights.joined(self._rows[int(expert)])
+
+
+def one_text_at_a_time(attention: nn.Module) -> None:
+    """Have attention take a batch text by text: its scores grow with the square of a text and are the largest thing in
+    memory after the weights."""
+    whole = attention.forward
+
+    def pick(value: Any, text: int, texts: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(pick(each, text, texts) for each in value)
+        return value[text : text + 1] if isinstance(value, Tensor) and value.shape[:1] == (texts,) else value
+
+    def forward(hidden_states: Tensor, **others: Any) -> Any:
+        texts = len(hidden_states)
+        if texts == 1:
+            return whole(hidden_states=hidden_states, **others)
+        results = [
+            whole(hidden_states=hidden_states[text : text + 1], **pick_all(others, text, texts))
+            for text in range(texts)
+        ]
+        attended, _, *rest = zip(*results, strict=True)  # the second is the scores, which nobody reads
+        return torch.cat(attended), None, *(None if each[0] is None else torch.cat(each) for each in rest)
+
+    def pick_all(others: dict[str, Any], text: int, texts: int) -> dict[str, Any]:
+        return {name: pick(value, text, texts) for name, value in others.items()}
+
+    attention.forward = forward
+
+
+def twin(model: Model, i: int) -> int:
+    """The last decoder layer that is made as MTP layer ``i`` is: same parts, same shapes.
+
+    Raises UnsupportedError if there is none.
+    """
+    block = {part for part in model.layers[f"mtp.{i}"] if part.split(".")[0] in ("attn", "mlp") or part in _NORMS}
+    shapes = model.shapes
+    for k in reversed(range(model.facts["layers"])):
+        alike = block == set(model.layers[f"layers.{k}"])
+        if alike and all(shapes[f"layers.{k}.{part}"] == shapes[f"mtp.{i}.{part}"] for part in block):
+            return k
+    raise UnsupportedError(f"could not judge: no decoder layer is made as MTP layer {i} is, so none can run it")
+
+
+_NORMS = ("pre_attn_norm", "pre_mlp_norm")
+
+
+def _renamed(start: str, other: str) -> Callable[[str], str]:
+    return lambda part: other + part.removeprefix(start)
+
+
+def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Modules that are loaded by themselves: attention with all it holds (true), others that hold tensors directly."""
+    if name.endswith("." + ATTENTION):
+        yield name, module, True
+        return
+    if any(True for _ in _shapes(module, deep=False)):
+        yield name, module, False
+    for own, child in module.named_children():
+        yield from _units(child, f"{name}.{own}")
+
+
+def _shapes(module: nn.Module, deep: bool = True) -> Iterator[tuple[str, torch.Size]]:
+    for name, value in module.state_dict().items():
+        if deep or "." not in name:
+            yield name, value.shape
+
+
+# ---- building
+
+
+def _on_meta(family: Family, config: Mapping[str, Any]) -> Any:
+    """transformers' model without weights. Tables that no file holds (rotary frequencies) are real."""
+    from transformers import AutoModelForCausalLM
+
+    known = model_config(family, config)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                known, dtype=torch.float32, attn_implementation="eager"
+            )
+        model.config._experts_implementation = "eager"
+        for name, module in list(model.named_modules()):
+            if module._non_persistent_buffers_set:
+                model.set_submodule(name, type(module)(config=model.config))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise refused(family, error) from None
+    return model.eval()
