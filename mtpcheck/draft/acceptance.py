@@ -23,7 +23,7 @@ ALPHA = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``accepted`` of ``drafted``, and Clopper-Pearson bounds at two-sided ``alpha``. Of none drafted, nan of 0 to 1."""
+    """``accepted`` of ``drafted``, with Clopper-Pearson bounds at two-sided ``alpha``; of none drafted nan, 0 to 1."""
 
     accepted: int
     drafted: int
