@@ -68,8 +68,10 @@ def _token_map(known: Ids, targets: Ids, lengths: Sequence[int]) -> Flags:
     for end, length in zip(np.cumsum(lengths), lengths, strict=True):
         here = slice(end - length, end)
         elsewhere = counts - np.bincount(which[here], minlength=len(counts))
-        order = np.lexsort((pairs[1], -elsewhere, pairs[0]))  # each token's most frequent successor comes first
-        tokens, first = np.unique(pairs[0][order], return_index=True)
+        near = np.flatnonzero(np.isin(pairs[0], known[here]))
+        # each token's most frequent successor comes first
+        order = near[np.lexsort((pairs[1, near], -elsewhere[near], pairs[0, near]))]
+        tokens, first = np.unique(pairs[0, order], return_index=True)
         best = order[first][np.searchsorted(tokens, known[here])]
         right[here] = (best == which[here]) & (elsewhere[best] > 0)
     return right
