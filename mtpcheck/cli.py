@@ -23,7 +23,10 @@ import typer
 from mtpcheck import __version__
 from mtpcheck.errors import COULD_NOT_JUDGE, HOLDS, CheckpointFails, MtpcheckError, UsageError
 from mtpcheck.flags import (
+    Acceptance,
+    AcceptanceOption,
     AllowNoMtp,
+    Columns,
     Ep,
     Etp,
     ExitZero,
@@ -56,8 +59,9 @@ from mtpcheck.flags import (
     Values,
     Verbose,
     Vpp,
+    Workloads,
 )
-from mtpcheck.judging import console, judged, sentence, show_progress
+from mtpcheck.judging import console, judged, probing_of, sentence, show_progress
 
 if TYPE_CHECKING:
     from mtpcheck.megatron import Options
@@ -118,6 +122,8 @@ def verify(
     report: Reports = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    acceptance: Acceptance = False,
+    workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
     exit_zero: ExitZero = False,
@@ -127,7 +133,8 @@ def verify(
 
     def judge() -> Report:
         show = show_progress(as_json, quiet)
-        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration)
+        probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
+        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration, probing)
 
     return judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
@@ -158,6 +165,8 @@ def roundtrip(
     report: Reports = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    acceptance: AcceptanceOption = Columns.all,
+    workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
     exit_zero: ExitZero = False,
@@ -177,7 +186,8 @@ def roundtrip(
         if plan:
             return prove(ckpt, family, options, workdir, allow_no_mtp, middle, iteration)
         show = show_progress(as_json, quiet)
-        return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration)
+        probing = None if no_acceptance else probing_of(workload, acceptance.value)
+        return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration, probing)
 
     return judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 
@@ -221,6 +231,42 @@ def convert(
     elif converted.exit_code != HOLDS:
         _complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
     return converted.exit_code
+
+
+@app.command()
+def accept(
+    ckpt: Source,
+    family: Family = None,
+    workload: Workloads = None,
+    min_acceptance: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Fail below this acceptance rate (depth 1, all workloads).")
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Written if there is none; else fail where it was surely better."),
+    ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Take config keys and the tokenizer, which Megatron lacks, from here.")
+    ] = None,
+    iteration: Iteration = None,
+    as_json: Json = False,
+    report: Reports = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    exit_zero: ExitZero = False,
+) -> int:
+    """Draft acceptance: run the model and its MTP head, on the CPU, from the files.
+
+    Example: mtpcheck accept ./GLM-4.5-Air --workload chat=our_chats.jsonl
+    """
+    from mtpcheck.accept import accept as run
+
+    def judge() -> Report:
+        show = show_progress(as_json, quiet)
+        probing = probing_of(workload, "once")
+        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show)
+
+    return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
 
 
 def _options(

@@ -75,7 +75,7 @@ def convert(
     if options.fp8 == ("keep" if to == "hf" else "requantize"):
         raise UsageError(f"--fp8 {options.fp8} is for the other direction; this one writes {to}")
     if like is not None:
-        opened = replace(opened, manifest=_lent_form(opened, Path(like)))
+        opened = replace(opened, manifest=lent_form(opened, Path(like)))
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
@@ -93,7 +93,7 @@ def convert(
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
 
 
-def _lent_form(source: Checkpoint, like: Path) -> Manifest:
+def lent_form(source: Checkpoint, like: Path) -> Manifest:
     """The form of ``like``. Copies that differ from what they repeat there cannot be lent: they would be weights."""
     if source.layout == "hf":
         raise UsageError(f"{source.path}: is an HF checkpoint and has a form of its own; --like lends one to an export")

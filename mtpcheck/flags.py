@@ -47,6 +47,11 @@ class Fp8Export(StrEnum):
     requantize = "requantize"
 
 
+class Columns(StrEnum):
+    all = "all"
+    once = "once"
+
+
 class Values(StrEnum):
     exact = "exact"
     changed = "changed"
@@ -100,5 +105,17 @@ Reports = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
 AllowNoMtp = Annotated[bool, typer.Option("--allow-no-mtp", help="Judge a model without MTP layers too.")]
+AcceptanceOption = Annotated[
+    Columns, typer.Option("--acceptance", help="Run the source alone (once), or also every copy of it (all).")
+]
+Acceptance = Annotated[bool, typer.Option("--acceptance", help="Run both models, and compare what they draft.")]
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload", metavar="NAME=FILE",
+        help='Draft on this JSON Lines file ({"text": …} or {"ids": […]} a line) instead of the bundled texts. '
+             "Repeatable.",
+    ),
+]  # fmt: skip
 NoAcceptance = Annotated[bool, typer.Option("--no-acceptance", help="Do not run the draft probe; the report says so.")]
 ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Report failures without failing (exit 0 instead of 1).")]

@@ -13,6 +13,7 @@ from mtpcheck.errors import FAILS, HOLDS, MtpcheckError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mtpcheck.draft.probe import Columns, Probing
     from mtpcheck.report.report import Report
 
 
@@ -54,6 +55,21 @@ def judged(
         else:
             render(report, console(), verbose)
     return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
+
+
+def probing_of(workloads: list[str] | None, columns: Columns) -> Probing:
+    """What ``--workload`` and ``--acceptance`` ask for. Raises UsageError for what is no NAME=FILE."""
+    from mtpcheck.draft.probe import Probing
+
+    if not workloads:
+        return Probing(columns)
+    files: dict[str, Path] = {}
+    for text in workloads:
+        name, _, path = text.partition("=")
+        if not name or not path or name in files:
+            raise UsageError(f"--workload {text}: expected NAME=FILE, each name once")
+        files[name] = Path(path)
+    return Probing(columns, files)
 
 
 def _target(text: str, subjects: list[Path]) -> tuple[str, Path]:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import get_args
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
+from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import check_convertible, convert, other_layout
+from mtpcheck.draft.probe import Column, Probing, run_all
 from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
@@ -38,8 +40,11 @@ def roundtrip(
     show_progress: bool = False,
     via: Layout | None = None,
     iteration: int | None = None,
+    probing: Probing | None = None,
 ) -> Report:
     """Convert ``source`` to another layout (``via``) and back, and judge both results.
+
+    With ``probing`` the source, what lies in between and the result are also run, and must draft the same.
 
     What is made in between lies in ``workdir`` (the system's temporary folder by default) and is removed, or
     stays in the new folder ``keep``, as ``keep/<layout>``. Raises MtpcheckError where it cannot judge.
@@ -68,16 +73,48 @@ def roundtrip(
                 again = _same_form(a, a_map, options)
                 home = convert(there, back, a.layout, a_map.family, again, progress=progress, written=shards)
             identical = shards.identical if shards else set()
-            _judge(report, Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map), identical, show_progress)
+            sides = Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map)
+            _judge(report, *sides, identical, show_progress)
             report.include((*out.findings, *home.findings))
+            if probing is not None:
+                judge_acceptance(report, lambda: _columns(*sides, identical, probing, show_progress))
             if keep is None:  # the folder is gone when the report is read
                 where = f"{folder}/"
                 report.findings = [replace(f, where=f.where.replace(where, "")) for f in report.findings]
     except CheckpointFails as error:  # a verdict, if an early one
         for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
             report.add(group, of_group(error.findings, group), "the conversion stopped here")
-    report.skip("acceptance", "this version has no draft probe")
+    if probing is None:
+        report.skip("acceptance", "the model was not run")
+    elif not report.acceptance:
+        report.could_not("acceptance", "there is nothing to run")
     return report
+
+
+def _columns(
+    source: Side, middle: Side, result: Side, identical: set[str], probing: Probing, show: bool
+) -> list[Column]:
+    """What each of the three drafts. Shards of the result that are ``identical`` may be hollow: the source's are read
+    in their place; and where that is all of them, nothing is run again."""
+    a, c = source.checkpoint, result.checkpoint
+    named = [("source", source), (middle.checkpoint.layout, middle)]
+    whole = a.hf is not None and identical >= {shard.file for shard in a.hf.shards}
+    if not whole:
+        named.append(("result", _filled(result, source, identical)))
+    columns = run_all([(name, side.checkpoint, side.tensor_map) for name, side in named], probing, show)
+    if whole and probing.columns == "all" and c.config == a.config:
+        columns.append(replace(columns[0], label="result", same_as="source"))
+    return columns
+
+
+def _filled(result: Side, source: Side, identical: set[str]) -> Side:
+    """The result with the source's tensors in place of those in identical shards."""
+    if source.checkpoint.hf is None or not identical:
+        return result
+    shard_of = source.checkpoint.hf.shard_of
+    own = {name: ref for name, ref in source.checkpoint.tensors.items() if shard_of.get(name) in identical}
+    filled = replace(result.checkpoint, tensors={**result.checkpoint.tensors, **own})
+    return Side(filled, read_like(filled, source.tensor_map))
 
 
 def _same_form(a: Checkpoint, a_map: TensorMap, options: Options) -> Options:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
@@ -15,6 +16,7 @@ from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
+from mtpcheck.draft.probe import Probing, run_all
 from mtpcheck.encoding import as_codes
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
@@ -44,12 +46,13 @@ def verify(
     allow_no_mtp: bool = False,
     show_progress: bool = False,
     iteration: int | None = None,
+    probing: Probing | None = None,
 ) -> Report:
     """Hold ``candidate`` against ``reference``.
 
     Two HF checkpoints are compared under their stored names, all else through the tensor map. With ``values``
     "changed" (the candidate was trained on), everything but the bits must hold, and the report tells what moved.
-    ``iteration`` chooses one of every side that is a Megatron root.
+    ``iteration`` chooses one of every side that is a Megatron root. With ``probing`` both are run as well.
     Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
     a, b = open_checkpoint(reference, iteration), open_checkpoint(candidate, iteration)
@@ -63,7 +66,12 @@ def verify(
         compare_sides(report, *sides, only_mtp, show_progress)
     if b.layout == "hf":
         report.skip("files", "tokenizer and other files were not looked at")
-    report.skip("acceptance", "this version has no draft probe")
+    if probing is None:
+        report.skip("acceptance", "the models were not run (--acceptance)")
+    else:
+        named = [("reference", sides[0]), ("candidate", sides[1])]
+        subjects = [(label, side.checkpoint, side.tensor_map) for label, side in named]
+        judge_acceptance(report, lambda: run_all(subjects, probing, show_progress), same=values == "exact")
     return report
 
 

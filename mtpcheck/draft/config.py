@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
-from mtpcheck.convert import derived_config
 from mtpcheck.errors import UnsupportedError
+from mtpcheck.export import derived_config
 from mtpcheck.facts import lookup
 from mtpcheck.family import Family, load_family
 from mtpcheck.rules import MISSING

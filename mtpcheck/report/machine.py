@@ -7,6 +7,7 @@ from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from mtpcheck import __version__
+from mtpcheck.report import drafts
 from mtpcheck.report.finding import Finding, Severity
 from mtpcheck.report.report import Report, check_table
 
@@ -23,6 +24,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "verdict": report.verdict,
         "checks": [{"group": c.group, "status": c.status, "detail": c.detail} for c in report.checks],
         "counts": {str(s): sum(1 for f in report.findings if f.severity is s) for s in Severity},
+        "acceptance": drafts.as_dicts(report.acceptance),
         "findings": [f.as_dict() for f in _sorted(report.findings)],
         "notes": report.notes,
         "run": {"version": __version__},
@@ -56,6 +58,8 @@ def as_junit(report: Report) -> str:
         case = SubElement(suite, "testcase", classname=classname, name=check.group)
         if check.status == "skipped":
             SubElement(case, "skipped", message=check.detail)
+        elif check.status == "unjudged":
+            SubElement(case, "error", message=_xml(check.detail)).text = _xml(check.detail)
         elif check.status == "failed":
             _failure(case, check_table()[check.group]["help"], [f for f in report.failures if _of(f, check.group)])
     for finding in _sorted(report.failures):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mtpcheck.data import configs, load
-from mtpcheck.errors import FAILS, HOLDS
+from mtpcheck.errors import COULD_NOT_JUDGE, FAILS, HOLDS
 from mtpcheck.report.finding import Finding, Severity
 
-Status = Literal["passed", "failed", "skipped"]
+if TYPE_CHECKING:
+    from mtpcheck.draft.probe import Column
+
+Status = Literal["passed", "failed", "skipped", "unjudged"]
 
 
 @lru_cache(maxsize=1)
@@ -23,7 +26,7 @@ def check_table() -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """One group of checks: that it ran and what it covered, or why it was skipped."""
+    """One group of checks: that it ran and what it covered, why it was not asked for, or why it could not be judged."""
 
     group: str
     status: Status
@@ -42,6 +45,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Lines for a person, without weight for the verdict."""
+    acceptance: list[Column] = field(default_factory=list)
+    """What each checkpoint drafts; the first is the one that the others are held against."""
 
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""
@@ -63,17 +68,23 @@ class Report:
         self.checks = [c for c in self.checks if (c.group, c.status) != (group, "skipped")]
         self.checks.append(Check(group, "skipped", why))
 
+    def could_not(self, group: str, why: str) -> None:
+        """Record that a group was to run and could not. Nothing holds then; what fails still does."""
+        self.checks.append(Check(group, "unjudged", why))
+
     @property
     def failures(self) -> list[Finding]:
         return [f for f in self.findings if f.severity is Severity.FAILURE]
 
     @property
-    def verdict(self) -> Literal["holds", "fails"]:
-        return "fails" if self.failures else "holds"
+    def verdict(self) -> Literal["holds", "fails", "could not judge"]:
+        if self.failures:
+            return "fails"
+        return "could not judge" if any(check.status == "unjudged" for check in self.checks) else "holds"
 
     @property
     def exit_code(self) -> int:
-        return FAILS if self.failures else HOLDS
+        return {"holds": HOLDS, "fails": FAILS, "could not judge": COULD_NOT_JUDGE}[self.verdict]
 
     @property
     def skipped(self) -> list[str]:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from mtpcheck.report import drafts
 from mtpcheck.report.finding import Finding, Severity, printable
 from mtpcheck.report.report import Report
 
-_MARKS = {"passed": ("✓", "green"), "failed": ("✗", "bold red"), "skipped": ("–", "yellow")}
+_MARKS = {
+    "passed": ("✓", "green"),
+    "failed": ("✗", "bold red"),
+    "skipped": ("–", "yellow"),
+    "unjudged": ("?", "bold yellow"),
+}
+_LEADS = {"skipped": "not run: ", "unjudged": "could not judge: "}
 _STYLES = {Severity.FAILURE: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 _SHOWN = 20
 
@@ -20,10 +27,14 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
     console.print()
     for check in report.checks:
         mark, style = _MARKS[check.status]
-        detail = f"not run: {check.detail}" if check.status == "skipped" else check.detail
+        detail = _LEADS.get(check.status, "") + check.detail
         console.print(Text.assemble("  ", (mark, style), f" {check.group:<12} {detail}"))
     for line in report.notes:
         console.print(f"    {line}")
+    if report.acceptance:
+        console.print()
+        for line in drafts.lines(report.acceptance):
+            console.print(f"    {line}")
     shown = [f for f in report.findings if verbose or f.severity is not Severity.NOTE]
     for finding in shown if verbose else shown[:_SHOWN]:
         console.print()
@@ -60,6 +71,9 @@ def _verdict(report: Report) -> Text:
         warnings = sum(1 for f in report.findings if f.severity is Severity.WARNING)
         noted = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
         return Text.assemble(("HOLDS", "bold green"), noted, skipped)
+    if report.verdict == "could not judge":
+        why = ", ".join(check.group for check in report.checks if check.status == "unjudged")
+        return Text.assemble(("COULD NOT JUDGE", "bold yellow"), f": {why}", skipped)
     count = len(report.failures)
     return Text.assemble(("FAILS", "bold red"), f": {count} failure{'s' * (count != 1)}", skipped)
 
