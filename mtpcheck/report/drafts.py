@@ -37,13 +37,13 @@ def without(column: Column) -> Iterator[str]:
     told = {
         "without a head": f"constant {base.constant:.2f}, copy {base.copy:.2f}, repeat {base.repeat:.2f}",
         "with less of it": ", ".join(f"{ablation.name} {ablation.rate.rate:.2f}" for ablation in own.ablations),
-        "where these fail": f"{own.hard.rate:.2f} of {own.hard.drafted:,}",
+        "where both fail": f"{own.hard.rate:.2f} of {own.hard.drafted:,}",
     }
     for name, value in told.items():
         if value:
-            yield f"{name:<17} {value}"
+            yield f"{name:<15} {value}"
     for why, n in _reasons(column.touched.not_ran.values()).items():
-        yield f"{'took no part':<17} {n:,} parts: {why}"
+        yield f"{'took no part':<15} {n:,} part{'s' * (n != 1)}: {why}"
 
 
 def _reasons(reasons: Iterable[str]) -> dict[str, int]:
