@@ -13,8 +13,10 @@ from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.checks.acceptance import add_acceptance, check_minimum
 from mtpcheck.convert import lent_form
 from mtpcheck.draft.acceptance import Rate
-from mtpcheck.draft.probe import Column, Probing, run_all
+from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
+from mtpcheck.draft.writing import Writing, write_all
 from mtpcheck.errors import FormatError, UsageError
+from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report
 from mtpcheck.tensormap import read_tensor_map
@@ -30,12 +32,13 @@ def accept(
     like: str | Path | None = None,
     iteration: int | None = None,
     show_progress: bool = False,
+    writing: Writing | None = None,
 ) -> Report:
     """Run ``source`` and its MTP head over workloads, and judge whether the head is alive.
 
     ``minimum``: acceptance rate of depth 1 over all workloads that it must have. ``baseline``: a file that is written
     if there is none, and held against otherwise. ``like`` lends a Megatron checkpoint the config keys and the tokenizer
-    that it lacks. Raises MtpcheckError where it cannot judge.
+    that it lacks. ``writing``: also let the model write with its drafts. Raises MtpcheckError where it cannot judge.
     """
     opened = open_checkpoint(source, iteration)
     if like is not None:
@@ -44,7 +47,8 @@ def accept(
     require_mtp(opened, tensor_map, allow_none=False)
     report = Report("accept", [str(source)], tensor_map.family, summary(opened, tensor_map))
     report.add("declaration", [], declaration(opened, tensor_map))
-    columns = run_all([(Path(source).name, opened, tensor_map)], probing or Probing(), show_progress)
+    probing = probing or Probing()
+    columns = run_all([(Path(source).name, opened, tensor_map)], probing, show_progress)
     add_acceptance(report, columns)
     found: list[Finding] = []
     if minimum is not None:
@@ -52,6 +56,10 @@ def accept(
     if baseline is not None:
         found += _against(Path(baseline), columns[0], tensor_map.family, dead=bool(report.failures))
     report.include(found)
+    if writing is not None:
+        with bar("writing", tensor_map.nbytes, show_progress) as progress:
+            workloads = read_workloads(opened, tensor_map, probing.files)
+            report.written = write_all(opened, tensor_map, workloads, writing, progress)
     return report
 
 

@@ -248,6 +248,12 @@ def accept(
     like: Annotated[
         Path | None, typer.Option(help="Take config keys and the tokenizer, which Megatron lacks, from here.")
     ] = None,
+    decode: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Also write N tokens after some prompts, with drafts.")
+    ] = 0,
+    drafts: Annotated[int, typer.Option(min=0, help="Tokens drafted a round, with --decode.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, with --decode.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at a temperature.")] = 0,
     iteration: Iteration = None,
     as_json: Json = False,
     report: Reports = None,
@@ -260,11 +266,13 @@ def accept(
     Example: mtpcheck accept ./GLM-4.5-Air --workload chat=our_chats.jsonl
     """
     from mtpcheck.accept import accept as run
+    from mtpcheck.draft.writing import Writing
 
     def judge() -> Report:
         show = show_progress(as_json, quiet)
         probing = probing_of(workload, "once")
-        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show)
+        writing = Writing(decode, drafts, temperature, seed) if decode else None
+        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing)
 
     return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mtpcheck.draft.acceptance import Acceptance, Rate
 from mtpcheck.draft.probe import Column
+from mtpcheck.draft.writing import Written
 
 
 def lines(columns: Sequence[Column]) -> Iterator[str]:
@@ -44,6 +45,15 @@ def without(column: Column) -> Iterator[str]:
             yield f"{name:<15} {value}"
     for why, n in _reasons(column.touched.not_ran.values()).items():
         yield f"{'took no part':<15} {n:,} part{'s' * (n != 1)}: {why}"
+
+
+def written(texts: Sequence[Written]) -> Iterator[str]:
+    """What speculative decoding gave, at most 80 columns."""
+    yield f"{'decoding':<13} {'tokens':>7} {'passes':>7} {'a pass':>7} {'acceptance rate':>16} {'mean length':>12}"
+    for own in texts:
+        rate = "" if own.acceptance_rate is None else f"{own.acceptance_rate:.3f}"
+        length = "" if own.mean_length is None else f"{own.mean_length:.3f}"
+        yield f"{own.name:<13} {own.tokens:>7,} {own.passes:>7,} {own.tokens_a_pass:>7.2f} {rate:>16} {length:>12}"
 
 
 def _reasons(reasons: Iterable[str]) -> dict[str, int]:

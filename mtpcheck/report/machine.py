@@ -25,6 +25,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "checks": [{"group": c.group, "status": c.status, "detail": c.detail} for c in report.checks],
         "counts": {str(s): sum(1 for f in report.findings if f.severity is s) for s in Severity},
         "acceptance": drafts.as_dicts(report.acceptance),
+        "written": [own.as_dict() for own in report.written],
         "findings": [f.as_dict() for f in _sorted(report.findings)],
         "notes": report.notes,
         "run": {"version": __version__},

@@ -13,6 +13,7 @@ from mtpcheck.report.finding import Finding, Severity
 
 if TYPE_CHECKING:
     from mtpcheck.draft.probe import Column
+    from mtpcheck.draft.writing import Written
 
 Status = Literal["passed", "failed", "skipped", "unjudged"]
 
@@ -47,6 +48,8 @@ class Report:
     """Lines for a person, without weight for the verdict."""
     acceptance: list[Column] = field(default_factory=list)
     """What each checkpoint drafts; the first is the one that the others are held against."""
+    written: list[Written] = field(default_factory=list)
+    """What the model wrote with its drafts."""
 
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""

@@ -35,6 +35,10 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
         console.print()
         for line in drafts.lines(report.acceptance):
             console.print(f"    {line}")
+    if report.written:
+        console.print()
+        for line in drafts.written(report.written):
+            console.print(f"    {line}")
     shown = [f for f in report.findings if verbose or f.severity is not Severity.NOTE]
     for finding in shown if verbose else shown[:_SHOWN]:
         console.print()
