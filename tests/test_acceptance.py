@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -281,3 +283,11 @@ def test_what_cannot_be_judged() -> None:
     for passages_of in (short, constant, cycle, bare):
         verdict = judge(measure(passages_of))
         assert verdict.alive is None and not verdict.rules
+
+
+def test_counting_needs_no_torch() -> None:
+    script = (
+        "import sys; import mtpcheck.draft.alive, mtpcheck.draft.workloads\n"
+        "assert not {'torch', 'scipy', 'transformers', 'tokenizers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
