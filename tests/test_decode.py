@@ -256,6 +256,7 @@ def test_figures_are_those_of_vllm() -> None:
         (PROMPT, {"drafts": 3}, "cannot draft 3 tokens: each of the 2 MTP layers"),
         (PROMPT, {"drafts": -1}, "cannot draft -1"),
         (PROMPT, {"temperature": -0.5}, "temperature is -0.5"),
+        (PROMPT, {"temperature": float("nan")}, "temperature is nan"),
     ],
 )
 def test_what_makes_no_sense_is_refused(prompt: list[int], options: dict[str, Any], match: str) -> None:

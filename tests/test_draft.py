@@ -431,9 +431,9 @@ def test_a_model_that_transformers_has_for_other_things_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"hidden_act": "no such function"}, "cannot make qwen3 of this config"),
-        ({"num_attention_heads": "eight"}, "cannot make qwen3 of this config"),
-        ({"rope_parameters": {"rope_type": "twisted", "rope_theta": 1.0}}, "cannot make qwen3 of this config"),
+        ({"hidden_act": "no such function"}, "cannot run qwen3 with this config"),
+        ({"num_attention_heads": "eight"}, "cannot run qwen3 with this config"),
+        ({"rope_parameters": {"rope_type": "twisted", "rope_theta": 1.0}}, "cannot run qwen3 with this config"),
         ({"head_dim": 24}, r"q_proj\.weight is \[128, 64\] in the checkpoint, \[192, 64\] in transformers"),
         ({"attention_bias": True}, r"transformers' qwen3 has .*\.bias, our family has no part"),
     ],
@@ -443,6 +443,14 @@ def test_a_config_that_does_not_fit(change: dict[str, Any], match: str) -> None:
     config = {**opened("qwen3_mtp")[0].config, **change}  # type: ignore[dict-item]
     with pytest.raises(UnsupportedError, match=f"^could not judge: .*{match}"):
         trunk.Trunk(config, own.weights)
+
+
+@pytest.mark.parametrize("change", [{"num_experts_per_tok": 9}, {"n_group": 3}, {"topk_group": 0, "n_group": 0}])
+def test_a_config_that_shows_as_it_runs(change: dict[str, Any]) -> None:
+    own = engine("glm4_moe")
+    own.trunk = trunk.Trunk({**opened("glm4_moe")[0].config, **change}, own.weights)  # type: ignore[dict-item]
+    with pytest.raises(UnsupportedError, match=r"^could not judge: transformers cannot run glm4_moe with this config"):
+        run(own, [IDS])
 
 
 def test_keys_of_a_config_that_nobody_named_go_nowhere() -> None:

@@ -64,4 +64,4 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
 
 def refused(family: Family, error: Exception) -> UnsupportedError:
     said = " ".join(str(error).split())
-    return UnsupportedError(f"could not judge: transformers cannot make {family.trunk_type} of this config: {said}")
+    return UnsupportedError(f"could not judge: transformers cannot run {family.trunk_type} with this config: {said}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from mtpcheck.draft.head import Step
 from mtpcheck.draft.run import Engine, check_ids
@@ -68,13 +69,13 @@ def speculate(
     layers = len(engine.heads)
     if drafts < 0 or drafts > layers > 1:
         raise UsageError(f"cannot draft {drafts} tokens: each of the {layers} MTP layers drafts one")
-    if temperature < 0:
-        raise UsageError(f"temperature is {temperature}, expected 0 (greedy) or more")
+    if temperature and not 1e-3 <= temperature <= 1e3:
+        raise UsageError(f"temperature is {temperature}, expected 0 (greedy) or a number from 0.001 to 1000")
     writer = _Writer(engine, drafts, temperature, torch.Generator().manual_seed(seed))
     return writer.write(list(prompt), new_tokens, stop)
 
 
-_MULTIPLE = 64
+_MULTIPLE, _ROWS = 64, 8
 
 
 class _Writer:
@@ -117,13 +118,15 @@ class _Writer:
 
     def _chances(self, vectors: Tensor, head: str) -> Tensor:
         """[1, n, hidden] → probabilities [n, vocab]; greedy, all is the first largest logit's."""
-        scored = score(self.engine.weights, head, {"": vectors}, {"": [vectors.shape[1]]}, keep=True)[""]
+        count = vectors.shape[1]
+        alike = pad(vectors, (0, 0, 0, -count % _ROWS))  # for the same reason as _padded
+        scored = score(self.engine.weights, head, {"": alike}, {"": [count]}, keep=True)[""]
         logits = torch.from_numpy(scored.logits[0]).double()
         if not logits.isfinite().all():
             raise UnsupportedError("could not judge: the model's logits are not finite, so it writes no text")
         if self.temperature:
             return torch.softmax(logits / self.temperature, dim=-1)
-        return torch.nn.functional.one_hot(torch.from_numpy(scored.choices[0]), logits.shape[-1]).double()
+        return one_hot(torch.from_numpy(scored.choices[0]), logits.shape[-1]).double()
 
     def _guess(self, hidden: Hidden, text: list[int], count: int) -> tuple[list[int], Tensor]:
         """Draft ``count`` tokens after ``text``, whose last token the model has just added: ids, and the probabilities
@@ -132,16 +135,16 @@ class _Writer:
         slots = len(text) - 1  # positions that have a hidden state and a token after it
         before: Hidden | Step = hidden
         states, drawn = heads[0].fed(hidden), list[Tensor]()
+        again = len(heads) == 1
         for depth in range(count):
-            head = heads[min(depth, len(heads) - 1)]
-            if depth and len(heads) == 1:  # one more slot, fed with what the last one gave
+            head = heads[0 if again else depth]
+            if depth and again:  # one more slot, fed with what the last one gave
                 states = states.clone()
                 states[:, slots] = head.fed(before)[:, slots - 1]
                 slots += 1
-                after = known[1:]
-            else:
+            elif depth:
                 states = head.fed(before)
-                after = known[1 + depth :]
+            after = known[1:] if again else known[1 + depth :]
             ids = torch.tensor([(after + [0] * positions)[:positions]])
             before = head.run(ids, states, torch.arange(positions)[None] >= slots)
             drawn.append(self._chances(before.normed[:, slots - 1 : slots], head.head))

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.draft.config import config_of
 from mtpcheck.draft.head import Head, HeadFacts, Step, head_of
+from mtpcheck.draft.memory import return_freed_memory
 from mtpcheck.draft.passage import Passage, Run, Touched
 from mtpcheck.draft.trunk import Hidden, Trunk
 from mtpcheck.draft.vocabulary import Scored, score
@@ -38,6 +39,7 @@ class Engine:
         family = load_family(tensor_map.family)
         if not tensor_map.facts["mtp_stored"]:
             raise UnsupportedError(f"could not judge: {checkpoint.path} holds no MTP layer that could draft")
+        return_freed_memory()
         self.tensor_map = tensor_map
         self.weights = Weights(tensor_map, resident, progress)
         self.trunk = Trunk(config_of(checkpoint, tensor_map), self.weights)

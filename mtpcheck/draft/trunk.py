@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from mtpcheck.draft.config import model_config, refused
 from mtpcheck.draft.weights import Weights
-from mtpcheck.errors import UnsupportedError
+from mtpcheck.errors import MtpcheckError, UnsupportedError
 from mtpcheck.family import Family, Model, load_family
 from mtpcheck.rows import Row
 
@@ -50,9 +51,9 @@ class Trunk:
         self._padding: Tensor | None = None
         self._called: dict[int, dict[str, Any]] = {}
         model = weights.tensor_map.model
-        family = load_family(model.family)
+        self._family = load_family(model.family)
         self._rows = {row.name: row for row in model.rows}
-        self._causal = _on_meta(family, config)
+        self._causal = _on_meta(self._family, config)
         self._decoder = self._causal.get_decoder()
         layers = self._decoder.layers
         self._twins = [twin(model, i) for i in range(model.facts["mtp_stored"])]
@@ -66,12 +67,15 @@ class Trunk:
             self._attach(block, names[layers[k]], _renamed(f"layers.{k}.", f"mtp.{i}."))
 
     def run(self, embedded: Tensor, padding: Tensor) -> Hidden:
-        """All decoder layers over [texts, positions, hidden]; ``padding`` [texts, positions] is true beyond a text."""
+        """All decoder layers over [texts, positions, hidden]; ``padding`` [texts, positions] is true beyond a text.
+
+        Raises UnsupportedError if transformers fails, as with numbers in a config that cannot be.
+        """
         raw: list[Tensor] = []
         handle = self._decoder.norm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
         self._padding = padding
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._explained():
                 normed = self._decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
         finally:
             handle.remove()
@@ -81,10 +85,19 @@ class Trunk:
         """The decoder layer of MTP layer ``i`` over [texts, positions, hidden], at the positions and under the mask of
         the last ``run``, which must have had as many."""
         self._padding = padding
-        with torch.no_grad():
+        with torch.no_grad(), self._explained():
             out = self._blocks[i](x, **self._called[self._twins[i]])
         y: Tensor = out[0] if isinstance(out, tuple) else out
         return y
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (MtpcheckError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            raise refused(self._family, error) from None
 
     # ---- fitting modules with readers
 
@@ -251,6 +264,6 @@ def _on_meta(family: Family, config: Mapping[str, Any]) -> Any:
         for name, module in list(model.named_modules()):
             if module._non_persistent_buffers_set:
                 model.set_submodule(name, type(module)(config=model.config))
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except Exception as error:  # values come from untrusted files, and checks of many kinds meet them
         raise refused(family, error) from None
     return model.eval()

@@ -60,6 +60,7 @@ def score(
                 hashes[name][text].update(values.tobytes())
                 if keep:
                     kept[name][text].append(values)
+        del chunk  # before the next is read
     return {
         name: Scored(
             [row[:length].numpy() for row, length in zip(choice[name], lengths[name], strict=True)],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpcheck.errors import UnsupportedError
-from mtpcheck.move import read_plan, slabs
+from mtpcheck.move import fill, scratch, slabs
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.rows import Row
@@ -86,7 +86,9 @@ class Weights:
         values = torch.empty(prod(plan.shape))
         for start, piece in slabs(plan):
             first, count = start // plan.itemsize, piece.nbytes // plan.itemsize
-            values[first : first + count] = torch.frombuffer(read_plan(piece), dtype=dtype)
+            stored = scratch(piece.nbytes, "weights")
+            fill(piece, stored.data)
+            values[first : first + count] = torch.from_numpy(stored).view(dtype)
             self.nbytes += piece.nbytes
             self._progress.advance(piece.nbytes)
         return values.view(plan.shape)

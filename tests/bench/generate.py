@@ -1,9 +1,11 @@
 """Make a checkpoint of a given size with the shapes of a released one, filled with random bits.
 
     python tests/bench/generate.py DIR --gb 2 [--family glm4_moe|llama] [--hidden 2048] [--seed 0] [--fp8]
+                                      [--numbers]
 
 Random bits, not random numbers: NaNs with payloads, infinities and signed zeros occur, and a comparison that
-stops at a NaN cannot look fast. The same arguments give the same bytes. Memory stays at a few megabytes.
+stops at a NaN cannot look fast. With `--numbers` it can be run. The same arguments give the same bytes. Memory stays
+at a few megabytes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,11 +34,18 @@ _SCALE = "_scale_inv"
 
 
 def generate(
-    folder: Path, gb: float, family: str = "glm4_moe", hidden: int = 2048, seed: int = 0, fp8: bool = False
+    folder: Path,
+    gb: float,
+    family: str = "glm4_moe",
+    hidden: int = 2048,
+    seed: int = 0,
+    fp8: bool = False,
+    numbers: bool = False,
 ) -> int:
     """Write the checkpoint into the new folder ``folder``; returns the bytes of its tensors, about ``gb`` * 10^9.
 
-    With ``fp8`` the same model with its projections in blocks of FP8, at about half the bytes.
+    With ``fp8`` the same model with its projections in blocks of FP8, at about half the bytes. With ``numbers`` its
+    weights lie between 2^-7 and 2^-5, of either sign.
     """
     folder.mkdir(parents=True)
     config = _config(family, int(gb * 1e9), hidden)
@@ -44,7 +54,8 @@ def generate(
     shards = list(_shards(_coded(tensors_of(config)) if fp8 else tensors_of(config)))
     names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(2) as pool:  # numpy draws without the interpreter lock
-        list(pool.map(_write_shard, [folder / name for name in names], shards, [(seed, n) for n in range(len(shards))]))
+        seeds = [(seed, n) for n in range(len(shards))]
+        list(pool.map(partial(_write_shard, numbers=numbers), [folder / name for name in names], shards, seeds))
     total = sum(_nbytes(tensor) for shard in shards for tensor in shard)
     weight_map = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -193,7 +204,7 @@ def _shards(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
         yield shard
 
 
-def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int]) -> None:
+def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int], numbers: bool) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
@@ -207,7 +218,10 @@ def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int]) -> No
         os.posix_fallocate(file.fileno(), 0, 8 + len(raw) + at)
         file.write(len(raw).to_bytes(8, "little") + raw)
         for start in range(0, at, _BLOCK):
-            file.write(draw.random_raw(_BLOCK // 8).view(np.uint8)[: at - start].data)
+            block = draw.random_raw(_BLOCK // 8).view(np.uint16)
+            if numbers:  # the upper half of an fp32 number is a bf16 number
+                block = block & 0x80FF | 0x3C00
+            file.write(block.view(np.uint8)[: at - start].data)
         for name, _, shape in tensors:
             if name.endswith(_SCALE):  # random bits would be no scales
                 file.seek(8 + len(raw) + header[name]["data_offsets"][0])
@@ -222,8 +236,11 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 256 gives many small tensors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fp8", action="store_true", help="projections in blocks of FP8")
+    parser.add_argument("--numbers", action="store_true", help="ordinary numbers, so that the model can be run")
     options = parser.parse_args()
-    total = generate(options.folder, options.gb, options.family, options.hidden, options.seed, options.fp8)
+    total = generate(
+        options.folder, options.gb, options.family, options.hidden, options.seed, options.fp8, options.numbers
+    )
     print(f"{options.folder}: {total:,} bytes of tensors")
 
 
