@@ -120,7 +120,7 @@ _BLOCKING = ("presence", "structure", "topology", "quantization")
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
     unsound = any(f.check == "quantization.scale" for f in tensor_map.findings)
-    if (why := is_quantized(source, tensor_map.encoded)) and not unsound:
+    if (why := is_quantized(source, tensor_map)) and not unsound:
         raise UnsupportedError(
             f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
             "verify still compares two such checkpoints"
@@ -187,8 +187,11 @@ def _write_hf(
     write_shards(folder, form or default_form(tensors), tensors, progress, written)
     original = manifest.config if manifest else None
     config = derived_config(tensor_map, original)
-    if original is not None and block_of(original) and not any(ref.dtype == CODES for ref in tensors.values()):
-        config.pop("quantization_config")
+    if original is not None and block_of(original):
+        if any(ref.dtype == CODES for ref in tensors.values()):
+            _leave_alone(config["quantization_config"], _codes_of(manifest), tensors)
+        else:
+            config.pop("quantization_config")
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
@@ -199,10 +202,24 @@ def _coded(
     tensors: dict[str, TensorRef], manifest: Manifest, progress: Progress
 ) -> tuple[dict[str, TensorRef], list[Finding]]:
     """The tensors with codes in place of values, where the source had codes and the values are still theirs."""
-    entries = {name: entry for raw in manifest.headers.values() for name, entry in header_entries(raw).items()}
-    names = [name for name, (dtype, _, _) in entries.items() if dtype == CODES]
+    names = _codes_of(manifest)
     block = block_of(manifest.config)
     return code_again(tensors, names, manifest.aside, block, progress) if names and block else (tensors, [])
+
+
+def _codes_of(manifest: Manifest | None) -> list[str]:
+    """Tensors that were codes in the source."""
+    headers = manifest.headers.values() if manifest else ()
+    entries = {name: entry for raw in headers for name, entry in header_entries(raw).items()}
+    return [name for name, (dtype, _, _) in entries.items() if dtype == CODES]
+
+
+def _leave_alone(declared: dict[str, Any], names: list[str], tensors: Mapping[str, TensorRef]) -> None:
+    """Declare those that are no longer codes, or an engine asks for the scales of plain weights."""
+    plain = [name for name in names if name in tensors and tensors[name].dtype != CODES]
+    listed = declared.get("modules_to_not_convert")
+    if plain:
+        declared["modules_to_not_convert"] = [*(listed or ()), *(name.removesuffix(".weight") for name in plain)]
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:
