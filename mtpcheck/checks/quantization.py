@@ -145,8 +145,9 @@ def _foreign(end: str, needs: list[tuple[str, ...]]) -> bool:
 
 
 def _without(case: _Case, module: Module, either: tuple[str, ...], instead: list[str]) -> Finding:
-    lacks = " or ".join(module.name + (end if end.startswith("_") else f".{end}") for end in either)
-    what = f"{lacks} is missing, without which the codes mean nothing"
+    lacks = module.name + (either[0] if either[0].startswith("_") else f".{either[0]}")
+    others = f" ({' or '.join(either[1:])} would do too)" if either[1:] else ""
+    what = f"{lacks} is missing, without which the codes mean nothing{others}"
     if instead:
         renamed = f"{instead[0]} stands there instead, a name that {case.packing.method} does not use: it was renamed"
         return failure("quantization.scale", module.codes, what, where=case.where(module), cause=renamed,
