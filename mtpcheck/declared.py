@@ -15,12 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.errors import FormatError
 from mtpcheck.layouts.hf import read_json
-from mtpcheck.packing import WEIGHT, Method, Module, modules_of, packings
+from mtpcheck.packing import WEIGHT, Method, Module, known_as, modules_of, packings
 from mtpcheck.report.finding import Finding, failure
 
 CONFIG, MODELOPT, DESCRIPTION = "config.json", "hf_quant_config.json", "quant_model_description"
@@ -58,19 +59,33 @@ class Declaration:
 
     where: str
     method: Method
+    listed: str = ""
+    """The key to list exclusions under."""
     rules: tuple[Rule, ...] = ()
     only: tuple[Rule, ...] | None = None
     """If there are any, what they do not hit is left alone."""
     described: Mapping[str, Any] | None = None
     """Tensor → its kind (``quant_model_description.json``)."""
 
-    def excludes(self, names: Iterable[str]) -> bool:
-        """Whether a module that engines know under these names is left alone."""
-        names = tuple(names)
-        for rule in self.rules:
-            if any(map(rule.hits, names)):
-                return rule.excluded
-        return self.only is not None and not any(rule.hits(name) for rule in self.only for name in names)
+    def left_alone(self, modules: Iterable[str]) -> frozenset[str]:
+        """Those of ``modules`` that are left alone, under any of the names that engines know them by."""
+        first, named = cache(self._first), cache(self._named)
+        return frozenset(module for module in modules if self._excludes(known_as(module), first, named))
+
+    def excludes(self, name: str) -> bool:
+        """Whether a module is left alone under this very name."""
+        return self._excludes((name,), self._first, self._named)
+
+    def _excludes(self, names: tuple[str, ...], first: Callable[[str], int], named: Callable[[str], bool]) -> bool:
+        rule = min(map(first, names))
+        return self.rules[rule].excluded if rule < len(self.rules) else not any(map(named, names))
+
+    def _first(self, name: str) -> int:
+        """The first rule that hits; their number if none does."""
+        return next((i for i, rule in enumerate(self.rules) if rule.hits(name)), len(self.rules))
+
+    def _named(self, name: str) -> bool:
+        return self.only is None or any(rule.hits(name) for rule in self.only)
 
     def silent_on(self, module: str) -> bool:
         """Whether a description of every tensor has no entry for this module."""
@@ -137,7 +152,7 @@ def _described(name: str, table: Mapping[str, Any]) -> Declaration:
     """Every tensor's kind. Modules whose weight is FLOAT are left alone."""
     end = f".{WEIGHT}"
     plain = frozenset(key.removesuffix(end) for key, kind in table.items() if kind == "FLOAT" and key.endswith(end))
-    return Declaration(name, packings().methods["modelslim"], (Rule(exact=plain),), described=table)
+    return Declaration(name, packings().methods["modelslim"], name, (Rule(exact=plain),), described=table)
 
 
 def _declaration(where: str, key: str, table: Any) -> Declaration | None:
@@ -156,7 +171,10 @@ def _declaration(where: str, key: str, table: Any) -> Declaration | None:
         if table.get(name) is not None and (own := _rules(f"{key}.{name}", rule, table[name])):
             only = [*(only or ()), *own]
     whole = any(rule.text == _EVERY for rule in only or ())
-    return Declaration(where, method, tuple(rules), None if only is None or whole else tuple(only))
+    lists = [name for name in method.exclude if table.get(name) is not None] or list(method.exclude) or ["a list"]
+    return Declaration(
+        where, method, f"{key}.{lists[0]}", tuple(rules), None if only is None or whole else tuple(only)
+    )  # fmt: skip
 
 
 def method_of(table: Mapping[str, Any]) -> Method:

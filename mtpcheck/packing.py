@@ -10,9 +10,9 @@ The names stand in ``configs/packings.yaml``. Nothing is unpacked here; FP8 in b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from mtpcheck.data import check_keys, configs, load
@@ -44,7 +44,7 @@ class Table:
     fused: Mapping[str, tuple[str, ...]]
     methods: Mapping[str, Method]
 
-    @property
+    @cached_property
     def known(self) -> frozenset[str]:
         return frozenset(self.codes) | self.scales | self.beside
 
@@ -125,7 +125,3 @@ def known_as(module: str) -> tuple[str, ...]:
     fused = (f"{parent}.{name}" for name, members in packings().fused.items() if last in members)
     experts, found, _ = module.rpartition(".experts.")
     return module, *fused, *([experts + ".experts"] if found else [])
-
-
-def packed(modules: Iterable[Module]) -> list[Module]:
-    return [module for module in modules if module.codes]

@@ -18,6 +18,7 @@ from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
 from mtpcheck.normalise import is_quantized, stored_rows
+from mtpcheck.packing import WEIGHT
 from mtpcheck.progress import Progress, bar
 from mtpcheck.report.finding import Finding, Severity, failure
 from mtpcheck.report.report import Report, of_group
@@ -260,11 +261,17 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
 
 def _mtp_names(tensor_map: TensorMap) -> set[str]:
     """HF names of all tensors in MTP layers."""
-    return {row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}
+    return _with_packed({row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}, tensor_map)
+
+
+def _with_packed(names: set[str], tensor_map: TensorMap) -> set[str]:
+    """Names of weights, with those of the codes and scales that some of them are stored as."""
+    modules = tensor_map.packing.modules.values() if tensor_map.packing else ()
+    return names.union(*(m.tensors.values() for m in modules if m.codes and f"{m.name}.{WEIGHT}" in names))
 
 
 def _trunk_names(side: Side) -> set[str]:
     """Stored names that tensors outside MTP layers have in this checkpoint's layout."""
     model = side.tensor_map.model
     rows = model.rows if side.checkpoint.layout == "hf" else stored_rows(side.checkpoint, model)
-    return {row.name for row in rows if not is_mtp(row.parts[0])}
+    return _with_packed({row.name for row in rows if not is_mtp(row.parts[0])}, side.tensor_map)

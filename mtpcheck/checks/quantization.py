@@ -7,82 +7,21 @@ expert, the MTP layer's like any other's. A role that is packed nowhere (embeddi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 from mtpcheck.checkpoint import Checkpoint
+from mtpcheck.checks.packed import Case, check_stored, roles_of
 from mtpcheck.declared import Declaration, Packing, runs
-from mtpcheck.family import Model, load_family
+from mtpcheck.family import Model
 from mtpcheck.packing import WEIGHT, Module, known_as, packings
 from mtpcheck.report.finding import Finding, failure, warning
-
-_TRUNK = "the trunk"
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a module does, and where: ``MTP layer 0`` or the trunk."""
-
-    name: str
-    place: str
-
-
-@dataclass(frozen=True)
-class _Case:
-    """All that the checks of one checkpoint look at."""
-
-    checkpoint: Checkpoint
-    model: Model
-    packing: Packing
-    roles: Mapping[str, Role]
-    told: set[str] = field(default_factory=set)
-    """Modules whose fault has been named, so that each cause is one finding."""
-
-    def where(self, module: Module) -> str:
-        hf = self.checkpoint.hf
-        return str(Path(self.checkpoint.path) / hf.shard_of[module.stored]) if hf else ""
-
-    def declared_in(self, declared: Declaration) -> str:
-        return str(Path(self.checkpoint.path) / declared.where)
-
-    @cached_property
-    def layers(self) -> int:
-        """Decoder layers; what is numbered higher is an MTP layer."""
-        return sum(1 for layer in self.model.layers if layer.startswith("layers."))
-
-    @cached_property
-    def known(self) -> list[Module]:
-        """Modules of the model that store a weight."""
-        return [m for name, m in self.packing.modules.items() if name in self.roles and (m.plain or m.codes)]
-
-    @cached_property
-    def judged(self) -> frozenset[str]:
-        """Roles that an engine builds for packed weights: those packed somewhere, and those that a block names."""
-        blocks = load_family(self.model.family).blocks
-        return frozenset(self.roles[m.name].name for m in self.known if m.codes) | {
-            part for block in blocks for part in block.quantized
-        }
-
-
-def roles_of(model: Model) -> dict[str, Role]:
-    """Module → role, for every weight of a model."""
-    found = {}
-    for row in model.rows:
-        if row.name.endswith(f".{WEIGHT}"):
-            lead, _, rest = row.parts[0].partition(".")
-            number, _, own = rest.partition(".")
-            inside = lead in ("layers", "mtp") and number.isdecimal()
-            name = ".".join(piece for piece in (own if inside else row.parts[0]).split(".") if not piece.isdecimal())
-            found[row.name.removesuffix(f".{WEIGHT}")] = Role(name, f"MTP layer {number}" if lead == "mtp" else _TRUNK)
-    return found
+from mtpcheck.tensormap import is_mtp
 
 
 def check_quantization(checkpoint: Checkpoint, model: Model, packing: Packing) -> list[Finding]:
     """Everything that is wrong with how an HF checkpoint stores or declares packed weights."""
-    case = _Case(checkpoint, model, packing, roles_of(model))
-    found = [*packing.findings, *_scales(case), *_both(case)]
+    case = Case(checkpoint, model, packing, roles_of(model))
+    found = [*packing.findings, *check_stored(case)]
     packed = [module for module in packing.modules.values() if module.codes]
     if not packing.declared:
         unread = bool(packing.findings)
@@ -95,17 +34,15 @@ def check_quantization(checkpoint: Checkpoint, model: Model, packing: Packing) -
     return [*found, *_contradiction(case, packing.declared)]
 
 
-def _nothing_declared(case: _Case, packed: list[Module]) -> Finding:
-    what = (
-        f"codes are stored, {len(packed):,} of them, and neither config.json nor another file declares a quantization"
-    )
+def _nothing_declared(case: Case, packed: list[Module]) -> Finding:
+    what = f"is one of {len(packed):,} packed weights, and no file declares a quantization"
     return failure(
         "quantization.declared", packed[0].stored, what, where=case.where(packed[0]),
         todo="add the quantization_config that they were made with; an engine takes them for plain weights",
     )  # fmt: skip
 
 
-def _nothing_packed(case: _Case, declared: Declaration) -> Finding:
+def _nothing_packed(case: Case, declared: Declaration) -> Finding:
     what = f"declares {declared.method.name}, and every weight is stored plain"
     return failure(
         "quantization.declared", "quantization_config", what, where=case.declared_in(declared),
@@ -113,62 +50,11 @@ def _nothing_packed(case: _Case, declared: Declaration) -> Finding:
     )  # fmt: skip
 
 
-# ---- what belongs to a packed weight
-
-
-def _scales(case: _Case) -> Iterator[Finding]:
-    table = packings()
-    method = case.packing.declared[0].method if case.packing.declared else None
-    for module in case.packing.modules.values():
-        own = [end for end in module.tensors if end in table.scales]
-        if own and not module.codes:
-            yield failure(
-                "quantization.scale", module.tensors[own[0]], "is a scale, and no codes are stored that it belongs to",
-                where=case.where(module),
-            )  # fmt: skip
-        needs = [*(method.needs.get(module.codes_end, ()) if method else ())]
-        if method and method.nested and _is_nested(case, module):
-            needs.append(method.nested)
-        for either in needs:
-            if not any(end in module.tensors for end in either):
-                yield _without(case, module, either, [end for end in own if _foreign(end, needs)])
-
-
-def _is_nested(case: _Case, module: Module) -> bool:
-    scale = module.tensors.get("weight_scale")
-    return scale is not None and case.checkpoint.tensors[scale].dtype == "F8_E4M3"
-
-
-def _foreign(end: str, needs: list[tuple[str, ...]]) -> bool:
-    """Whether a scale is one that the method has no name for, and so the missing one under a wrong name."""
-    return end.startswith(("weight_scale", "_scales", "scales")) and all(end not in either for either in needs)
-
-
-def _without(case: _Case, module: Module, either: tuple[str, ...], instead: list[str]) -> Finding:
-    lacks = module.name + (either[0] if either[0].startswith("_") else f".{either[0]}")
-    others = f" ({' or '.join(either[1:])} would do too)" if either[1:] else ""
-    what = f"{lacks} is missing, without which the codes mean nothing{others}"
-    if instead:
-        renamed = f"{instead[0]} stands there instead, a name that {case.packing.method} does not use: it was renamed"
-        return failure("quantization.scale", module.codes, what, where=case.where(module), cause=renamed,
-                       expected=either[0], got=instead[0])  # fmt: skip
-    return failure("quantization.scale", module.codes, what, where=case.where(module))
-
-
-def _both(case: _Case) -> Iterator[Finding]:
-    for module in case.packing.modules.values():
-        if module.plain and module.codes:
-            yield failure(
-                "quantization.both", module.plain, f"is stored plain, and packed as {module.codes} too",
-                where=case.where(module), todo="remove one; which of them counts is up to the engine",
-            )  # fmt: skip
-
-
 # ---- declared against stored
 
 
 def _grouped(
-    case: _Case, modules: Iterable[Module], find: Callable[[str, str, list[Module]], Finding]
+    case: Case, modules: Iterable[Module], find: Callable[[str, str, list[Module]], Finding]
 ) -> Iterator[Finding]:
     """One finding for the trunk and one for each MTP layer. All of them count as told."""
     places: dict[str, list[Module]] = {}
@@ -184,52 +70,50 @@ def _count(modules: list[Module]) -> str:
     return f"{len(modules):,} weight{'s' * (len(modules) != 1)}"
 
 
-def _some(modules: list[Module]) -> str:
-    return _first([module.name for module in modules])
+def _roles(case: Case, modules: list[Module]) -> str:
+    return _first(list(dict.fromkeys(case.roles[module.name].name for module in modules)))
 
 
 def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
 
 
-def _excluded(case: _Case, declared: Declaration) -> Iterator[Finding]:
-    wrong = [m for m in case.known if m.codes and m.name not in case.told and declared.excludes(known_as(m.name))]
+def _excluded(case: Case, declared: Declaration) -> Iterator[Finding]:
+    wrong = [m for m in case.known if m.codes and m.name not in case.told and m.name in case.left_alone(declared)]
     yield from _grouped(case, wrong, lambda subject, where, own: failure(
-        "quantization.excluded", subject, f"{declared.where} leaves {_count(own)} of {where} alone; packed is stored",
-        where=case.where(own[0]), got=_some(own),
+        "quantization.excluded", subject,
+        f"{declared.where} leaves {_count(own)} of {where} alone, and they are packed",
+        where=case.where(own[0]), got=_roles(case, own),
         todo="take them off the list; an engine builds plain weights there",
     ))  # fmt: skip
 
 
-def _undeclared(case: _Case, declared: Declaration) -> Iterator[Finding]:
+def _undeclared(case: Case, declared: Declaration) -> Iterator[Finding]:
     judged = case.judged
     wrong = [
         module for module in case.known
         if not module.codes and case.roles[module.name].name in judged and module.name not in case.told
-        if not declared.excludes(known_as(module.name)) and not declared.silent_on(module.name)
+        if module.name not in case.left_alone(declared) and not declared.silent_on(module.name)
     ]  # fmt: skip
     yield from _grouped(case, wrong, lambda subject, where, own: failure(
         "quantization.undeclared", subject,
         f"{_count(own)} of {where} are plain, and {declared.where} does not leave them alone",
-        where=case.where(own[0]), got=_some(own),
-        todo=f"list them in {_list_of(declared)}; an engine builds packed weights there",
+        where=case.where(own[0]), got=_roles(case, own),
+        todo=f"list them in {declared.listed}; an engine builds packed weights there",
     ))  # fmt: skip
 
 
-def _list_of(declared: Declaration) -> str:
-    return next(iter(declared.method.exclude), declared.where)
-
-
-def _fused(case: _Case, declared: Declaration) -> Iterator[Finding]:
+def _fused(case: Case, declared: Declaration) -> Iterator[Finding]:
     """Members of one fused module must be alike. Told once for each kind of module in the trunk and an MTP layer."""
     torn: dict[tuple[str, str], list[list[Module]]] = {}
     alias: dict[tuple[str, str], list[list[Module]]] = {}
+    alone = case.left_alone(declared)
     for fused, members in _fused_groups(case):
         key = fused.rpartition(".")[2], case.roles[members[0].name].place
-        excluded = {declared.excludes(known_as(m.name)) for m in members}
+        excluded = {m.name in alone for m in members}
         if len(excluded) > 1 or len({bool(m.codes) for m in members}) > 1:
             torn.setdefault(key, []).append(members)
-        elif True in excluded and not any(declared.excludes([m.name]) for m in members):
+        elif True in excluded and not any(declared.excludes(m.name) for m in members):
             alias.setdefault(key, []).append(members)
     for (fused, where), groups in torn.items():
         case.told.update(m.name for members in groups for m in members)
@@ -243,7 +127,7 @@ def _fused(case: _Case, declared: Declaration) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _fused_groups(case: _Case) -> Iterator[tuple[str, list[Module]]]:
+def _fused_groups(case: Case) -> Iterator[tuple[str, list[Module]]]:
     """Fused module → those of its members that are stored, where there are several."""
     known = {module.name: module for module in case.known}
     for fused, ends in packings().fused.items():
@@ -255,10 +139,10 @@ def _fused_groups(case: _Case) -> Iterator[tuple[str, list[Module]]]:
                     yield f"{parent}.{fused}", members
 
 
-def _torn(case: _Case, declared: Declaration, fused: str, where: str, groups: list[list[Module]]) -> Finding:
+def _torn(case: Case, declared: Declaration, fused: str, where: str, groups: list[list[Module]]) -> Finding:
     members = groups[0]
     plain = [m for m in members if not m.codes]
-    listed = [m for m in members if declared.excludes(known_as(m.name))]
+    listed = [m for m in members if m.name in case.left_alone(declared)]
     by_store = 0 < len(plain) < len(members)
     some = plain if by_store else listed
     rest = [m for m in members if m not in some]
@@ -269,7 +153,7 @@ def _torn(case: _Case, declared: Declaration, fused: str, where: str, groups: li
     )  # fmt: skip
     more = f" and {len(groups) - 1:,} more groups" if len(groups) > 1 else ""
     return failure(
-        "quantization.fused", rest[0].stored + more, what, where=case.declared_in(declared), got=_some(rest),
+        "quantization.fused", rest[0].stored + more, what, where=case.declared_in(declared),
         cause=f"engines build these as one {fused}, all packed or all plain",
     )  # fmt: skip
 
@@ -277,13 +161,12 @@ def _torn(case: _Case, declared: Declaration, fused: str, where: str, groups: li
 # ---- declarations
 
 
-def _unmatched(case: _Case, declared: Declaration) -> Iterator[Finding]:
-    """Exclusions that speak of the MTP layer and name no tensor and no module of it."""
+def _unmatched(case: Case, declared: Declaration) -> Iterator[Finding]:
+    """Exclusions that speak of the MTP layer and name none of its modules, stored or not."""
     if declared.described is not None:
         return
-    names = {alias for name in (*case.packing.modules, *case.roles) for alias in known_as(name)}
-    names |= case.checkpoint.tensors.keys()
-    names = {name for name in names if _speaks_of_mtp(case, name)}
+    own = [row.name for row in case.model.rows if is_mtp(row.parts[0])]
+    names = {alias for name in own for alias in (name, *known_as(name.removesuffix(f".{WEIGHT}")))}
     idle = sorted(entry for entry in _idle(declared, names) if _speaks_of_mtp(case, entry))
     if idle:
         more = f" and {len(idle) - 1:,} more" if len(idle) > 1 else ""
@@ -304,12 +187,12 @@ def _idle(declared: Declaration, names: set[str]) -> Iterator[str]:
                 yield rule.text
 
 
-def _speaks_of_mtp(case: _Case, text: str) -> bool:
+def _speaks_of_mtp(case: Case, text: str) -> bool:
     layer = re.search(r"layers\\?\.(\d{1,9})", text)
     return bool(re.search("mtp|nextn", text)) or bool(layer and int(layer[1]) >= case.layers)
 
 
-def _description(case: _Case, declared: Declaration) -> Iterator[Finding]:
+def _description(case: Case, declared: Declaration) -> Iterator[Finding]:
     """Tensors that a description lacks though it has their like in other layers."""
     described = declared.described
     if described is None:
@@ -322,23 +205,19 @@ def _description(case: _Case, declared: Declaration) -> Iterator[Finding]:
     ]  # fmt: skip
     yield from _grouped(case, lacking, lambda subject, where, own: failure(
         "quantization.description", subject, f"{declared.where} does not describe {_count(own)} of {where}",
-        where=case.declared_in(declared), got=_some(own),
+        where=case.declared_in(declared), got=_roles(case, own),
         todo="describe every stored tensor; a loader looks each of them up",
     ))  # fmt: skip
 
 
-def _contradiction(case: _Case, declared: tuple[Declaration, ...]) -> Iterator[Finding]:
-    judged = case.judged
+def _contradiction(case: Case, declared: tuple[Declaration, ...]) -> Iterator[Finding]:
     for other in declared[1:] if declared[0].described is None else ():
-        apart = [
-            m for m in case.known
-            if case.roles[m.name].name in judged
-            and declared[0].excludes(known_as(m.name)) != other.excludes(known_as(m.name))
-        ]  # fmt: skip
+        differ = case.left_alone(declared[0]) ^ case.left_alone(other)
+        apart = [m for m in case.known if m.name in differ and case.roles[m.name].name in case.judged]
         if apart:
-            first = declared[0] if declared[0].excludes(known_as(apart[0].name)) else other
+            first = declared[0] if apart[0].name in case.left_alone(declared[0]) else other
             second = other if first is declared[0] else declared[0]
             what = f"{first.where} leaves it alone, {second.where} does not"
             more = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
             yield failure("quantization.contradiction", apart[0].name + more, what, where=case.declared_in(other),
-                          got=_some(apart), todo="make both say the same; engines read either")  # fmt: skip
+                          got=_roles(case, apart), todo="make both say the same; engines read either")  # fmt: skip
