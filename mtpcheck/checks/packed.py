@@ -31,10 +31,14 @@ class Case:
     checkpoint: Checkpoint
     model: Model
     packing: Packing
-    roles: Mapping[str, Role]
     told: set[str] = field(default_factory=set)
     """Modules whose fault has been named, so that each cause is one finding."""
-    excluded: dict[str, frozenset[str]] = field(default_factory=dict)
+    excluded: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """Role of every module of the model that has a weight."""
+        return roles_of(self.model)
 
     def where(self, module: Module) -> str:
         hf = self.checkpoint.hf
@@ -50,9 +54,10 @@ class Case:
 
     def left_alone(self, declared: Declaration) -> frozenset[str]:
         """Modules that a declaration leaves alone."""
-        if declared.where not in self.excluded:
-            self.excluded[declared.where] = declared.left_alone(module.name for module in self.known)
-        return self.excluded[declared.where]
+        key = declared.where, declared.listed
+        if key not in self.excluded:
+            self.excluded[key] = declared.left_alone(module.name for module in self.known)
+        return self.excluded[key]
 
     @cached_property
     def known(self) -> list[Module]:

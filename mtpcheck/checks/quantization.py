@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from mtpcheck.checkpoint import Checkpoint
-from mtpcheck.checks.packed import Case, check_stored, roles_of
+from mtpcheck.checks.packed import Case, check_stored
 from mtpcheck.declared import Declaration, Packing, runs
 from mtpcheck.family import Model
 from mtpcheck.packing import WEIGHT, Module, known_as, packings
@@ -20,7 +20,7 @@ from mtpcheck.tensormap import is_mtp
 
 def check_quantization(checkpoint: Checkpoint, model: Model, packing: Packing) -> list[Finding]:
     """Everything that is wrong with how an HF checkpoint stores or declares packed weights."""
-    case = Case(checkpoint, model, packing, roles_of(model))
+    case = Case(checkpoint, model, packing)
     found = [*packing.findings, *check_stored(case)]
     packed = [module for module in packing.modules.values() if module.codes]
     if not packing.declared:
