@@ -183,7 +183,7 @@ def _add_structure(report: Report, a: Side, b: Side) -> None:
     report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
     found = of_group((*a.tensor_map.findings, *b.tensor_map.findings), "quantization")
     if found or any(side.tensor_map.encoded or side.tensor_map.packed for side in (a, b)):
-        report.add("quantization", found, ", ".join(dict.fromkeys(_packed(side.tensor_map) for side in (a, b))))
+        report.add("quantization", found, " → ".join(dict.fromkeys(_packed(side.tensor_map) for side in (a, b))))
 
 
 def _packed(tensor_map: TensorMap) -> str:
@@ -191,7 +191,7 @@ def _packed(tensor_map: TensorMap) -> str:
     still = len({module.name for module in tensor_map.packed.values()})
     method = tensor_map.packing.method if tensor_map.packing else ""
     told = [f"{len(tensor_map.encoded):,} tensors decoded from FP8 blocks"] * bool(tensor_map.encoded)
-    told += [f"{still:,} weights packed ({method}), compared code by code"] * bool(still)
+    told += [f"{still:,} packed weights ({method})"] * bool(still)
     return " and ".join(told) or "no packed weights"
 
 
