@@ -475,6 +475,8 @@ ENTRIES = [
     ("modelopt", {"ignore": ["*.attn.*"]}, "m.attn.q", True),
     ("modelopt", {"quantized_layers": {"m.a": {}}}, "m.b", True),
     ("modelopt", {"quantized_layers": {"m.a": {}}}, "m.a", False),
+    ("modelopt", {"config_groups": {"g": {"targets": ["Linear"]}}}, "m.b", False),
+    ("modelopt", {"config_groups": {"g": {"targets": ["m.a"]}, "h": {"targets": ["m.c"]}}}, "m.b", True),
     ("gptq", {"dynamic": {"+:.*a": {}, "-:.*": {}}}, "m.a", False),
     ("gptq", {"dynamic": {"+:.*a": {}, "-:.*": {}}}, "m.b", True),
     ("auto-round", {"extra_config": {"m.a": {"bits": 16}}}, "m.a", True),
