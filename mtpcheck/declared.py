@@ -221,8 +221,9 @@ def _named(what: str, entries: list[str], rule: str) -> list[Rule]:
             found.append(Rule(pattern=_glob(entry), text=entry))
         else:
             plain.add(entry.strip("."))
-    whole = frozenset(plain - {""})
-    return [*found, Rule(exact=whole) if rule == "names" else Rule(within=whole)]
+    if whole := frozenset(plain - {""}):
+        found.append(Rule(exact=whole) if rule == "names" else Rule(within=whole))
+    return found
 
 
 def _glob(entry: str) -> Callable[[str], object]:

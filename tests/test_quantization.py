@@ -476,6 +476,7 @@ ENTRIES = [
     ("modelopt", {"quantized_layers": {"m.a": {}}}, "m.b", True),
     ("modelopt", {"quantized_layers": {"m.a": {}}}, "m.a", False),
     ("modelopt", {"config_groups": {"g": {"targets": ["Linear"]}}}, "m.b", False),
+    ("modelopt", {"config_groups": {"g": {"weights": {}}}, "quantized_layers": {}, "ignore": [""]}, "m.b", False),
     ("modelopt", {"config_groups": {"g": {"targets": ["m.a"]}, "h": {"targets": ["m.c"]}}}, "m.b", True),
     ("gptq", {"dynamic": {"+:.*a": {}, "-:.*": {}}}, "m.a", False),
     ("gptq", {"dynamic": {"+:.*a": {}, "-:.*": {}}}, "m.b", True),
