@@ -20,7 +20,7 @@ from mtpcheck.rows import PartShape, Row, prove_invertible
 
 _FAMILY_KEYS = {"extends", "match", "trunk", "outside", "decoder", "mtp", "facts", "config"}
 _MTP_KEYS = {"prefix", "own", "blocks", "declared", "fed", "passed_on", "norm", "separate"}
-_BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config"}
+_BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config", "quantized"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Block:
     copies: Mapping[str, Mapping[str, str]]
     facts: Mapping[str, Any]
     config: tuple[ConfigRow, ...]
+    quantized: tuple[str, ...] = ()
+    """Parts that no other layer has, and that serving engines build under the quantization config."""
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
@@ -57,6 +59,7 @@ def load_block(name: str) -> Block:
         copies=table.get("copies", {}),
         facts=table.get("facts", {}),
         config=config_rows(str(path), table.get("config", {})),
+        quantized=tuple(table.get("quantized", ())),
     )
 
 

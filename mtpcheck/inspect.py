@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count, declared_keys
 from mtpcheck.report.finding import Finding
+from mtpcheck.rows import flat
 from mtpcheck.tensormap import TensorMap, is_mtp, read_tensor_map
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How weights are packed: modules in all, those in MTP layers, and matrices of MTP layers that are plain."""
+
+    method: str
+    modules: int
+    mtp_modules: int
+    mtp_plain: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Inspection:
     elements: int
     copies: dict[str, str]
     passed_over: dict[str, tuple[int, int]] = field(default_factory=dict)
+    packed: Packed | None = None
     findings: tuple[Finding, ...] = ()
 
 
@@ -45,6 +58,22 @@ def _copy(tensor_map: TensorMap, part: str) -> str:
         return "absent"
     alike = main is None or (ref.dtype, ref.shape) == (main.dtype, main.shape)
     return "stored" if alike else "stored with another dtype or shape"
+
+
+def _packed(checkpoint: Checkpoint, tensor_map: TensorMap) -> Packed | None:
+    """What is packed, if anything is: decoded or not."""
+    packing = tensor_map.packing
+    if packing is None or not any(module.codes for module in packing.modules.values()):
+        return None
+    own = {row.name.removesuffix(".weight") for row in tensor_map.model.rows if is_mtp(row.parts[0])}
+    modules = [module for module in packing.modules.values() if module.codes]
+    plain = [m.plain for m in packing.modules.values() if m.name in own and m.plain and not m.codes]
+    return Packed(
+        packing.method,
+        len(modules),
+        sum(module.name in own for module in modules),
+        sum(len(checkpoint.tensors[name].shape) > 1 for name in plain),
+    )
 
 
 def _files(checkpoint: Checkpoint) -> set[str]:
@@ -60,7 +89,9 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
         declared_by = declared_keys(checkpoint.config)
     else:
         declared_by = {"mtp_num_layers": (checkpoint.args or {}).get("mtp_num_layers")}
-    own = [ref for part, ref in tensor_map.parts.items() if is_mtp(part)]
+    sizes = {part: ref.elements for part, ref in tensor_map.parts.items()}
+    sizes |= {part: prod(flat(tensor_map.model.shapes[part])) for part in tensor_map.packed}
+    own = [size for part, size in sizes.items() if is_mtp(part)]
     return Inspection(
         path=str(path),
         layout=checkpoint.layout,
@@ -76,9 +107,10 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
         mtp_declared_by=declared_by,
         mtp_stored=tensor_map.facts["mtp_stored"],
         mtp_parts=len(own),
-        mtp_elements=sum(ref.elements for ref in own),
-        elements=sum(ref.elements for ref in tensor_map.parts.values()),
+        mtp_elements=sum(own),
+        elements=sum(sizes.values()),
         copies={part: _copy(tensor_map, part) for part in tensor_map.copies},
         passed_over=dict(checkpoint.passed_over),
+        packed=_packed(checkpoint, tensor_map),
         findings=(*tensor_map.findings, *check_count(tensor_map, str(path))),
     )

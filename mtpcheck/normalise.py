@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
+from mtpcheck.checks.quantization import check_quantization
+from mtpcheck.declared import Packing, read_packing
 from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
-from mtpcheck.encoding import CODES, Decoded, block_of, decode, decode_parts
+from mtpcheck.encoding import Decoded, decode, decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
+from mtpcheck.packing import WEIGHT, Module, packings
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
 from mtpcheck.rules import MISSING, ArgRow
-from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
+from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, is_mtp
 
 
 def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> TensorMap:
@@ -31,21 +34,22 @@ def read_tensor_map(checkpoint: Checkpoint, family: str | None = None) -> Tensor
 
 
 def is_quantized(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
-    """Why a checkpoint counts as quantized in a way that cannot be decoded: a narrow dtype or a declaration; empty if
-    it does not."""
-    refs = checkpoint.tensors if checkpoint.layout == "hf" else tensor_map.parts
-    narrow = (n for n, ref in refs.items() if ref.dtype[:2] in ("F8", "F4", "F6") and n not in tensor_map.encoded)
-    if name := next((n for n in narrow if not _is_scale(n, tensor_map)), None):
-        return f"{name} is {refs[name].dtype}"
-    if tensor_map.encoded:
-        return ""
+    """Why a checkpoint counts as quantized in a way that cannot be decoded: a packed weight, a narrow dtype or a
+    declaration; empty if it does not."""
     declared = (checkpoint.config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, dict) else declared
-    return f"quantization_config says {method!r}" if declared else ""
+    said = [f"quantization_config says {method!r}"] if declared else []
+    refs = checkpoint.tensors if checkpoint.layout == "hf" else tensor_map.parts
+    decoded = tensor_map.encoded.keys() | {name for own in tensor_map.encoded.values() for name in own.beside}
+    narrow = next((n for n, ref in refs.items() if _is_narrow(ref.dtype) and n not in decoded), None)
+    codes = next((module.codes for module in tensor_map.packed.values()), narrow)
+    if codes:
+        return ", ".join([f"{codes} is {refs[codes].dtype}", *said])
+    return "".join(said) if not tensor_map.encoded else ""
 
 
-def _is_scale(name: str, tensor_map: TensorMap) -> bool:
-    return any(name in own.beside for own in tensor_map.encoded.values())
+def _is_narrow(dtype: str) -> bool:
+    return dtype.startswith("F") and DTYPE_BITS[dtype] < 16
 
 
 def hf_family(checkpoint: Checkpoint, family: str | None) -> Family:
@@ -58,7 +62,7 @@ def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
     facts = facts_from_config(family.all_config, checkpoint.config, family.all_fixed)
     stored = checkpoint.tensors.keys()
     model = _with_stored_layers(family, facts, lambda layer, i: any(row.name in stored for row in layer.rows))
-    return _claim(model, model.rows, checkpoint, decoded=decode(checkpoint))
+    return _claim_hf(model, checkpoint)
 
 
 def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
@@ -108,15 +112,14 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
     }
     facts, findings = _own_facts(checkpoint, reference)
     model = replace(reference.model, facts={**facts, "mtp_stored": len(stored)})
-    decoded = decode(checkpoint) if checkpoint.layout == "hf" else None
-    return _with_values(_claim(model, rows, checkpoint, findings, decoded), checkpoint)
+    if checkpoint.layout == "hf":
+        return _claim_hf(model, checkpoint, findings)
+    return _with_values(_claim(model, rows, checkpoint, findings), checkpoint)
 
 
 def _with_values(tensor_map: TensorMap, checkpoint: Checkpoint) -> TensorMap:
     """Values in place of FP8 codes that a Megatron checkpoint holds as they are."""
     manifest = checkpoint.manifest
-    if checkpoint.layout == "hf":
-        return tensor_map
     return decode_parts(tensor_map, manifest.aside if manifest else {}, manifest.config if manifest else None)
 
 
@@ -127,8 +130,7 @@ def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, 
     findings: list[Finding] = []
     if checkpoint.config is not None:
         facts.update(family.all_fixed)
-        coded = block_of(checkpoint.config) and any(ref.dtype == CODES for ref in checkpoint.tensors.values())
-        findings += check_own_config(checkpoint.config, family, bool(coded))
+        findings += check_own_config(checkpoint.config, family)
         for row in family.all_config:
             _learn(row, lambda row: facts_from_config((row,), checkpoint.config or {}, facts), facts, findings)
     elif checkpoint.args is None:
@@ -177,22 +179,56 @@ def _with_stored_layers(family: Family, facts: dict[str, Any], is_stored: Callab
         facts["mtp_stored"] += 1
 
 
+def _claim_hf(model: Model, checkpoint: Checkpoint, notes: Iterable[Finding] = ()) -> TensorMap:
+    """Claim an HF checkpoint's tensors, decoded as far as they can be, and judge how they are packed."""
+    decoded, packing = decode(checkpoint), read_packing(checkpoint)
+    found = check_quantization(checkpoint, model, packing)
+    told = {(finding.check, finding.subject) for finding in found}
+    found += [
+        replace(f, where=f.where or str(checkpoint.path)) for f in decoded.findings if (f.check, f.subject) not in told
+    ]
+    return _claim(model, model.rows, checkpoint, [*notes, *found], decoded, packing)
+
+
+def _still_packed(packing: Packing, decoded: Decoded) -> dict[str, Module]:
+    """Row → the module that holds its codes, where they are not decoded."""
+    coded = (module for module in packing.modules.values() if module.codes and module.codes not in decoded.encoded)
+    return {f"{module.name}.{WEIGHT}": module for module in coded}
+
+
+def _of_packing(packing: Packing, rows: list[Row], decoded: Decoded) -> set[str]:
+    """Stored tensors that are codes, or belong to some, and so to a row. What lies beside decoded codes is none."""
+    names = {row.name for row in rows}
+    found: set[str] = set()
+    for module in packing.modules.values():
+        if f"{module.name}.{WEIGHT}" in names and module.codes not in decoded.encoded:
+            found.update(whole for end, whole in module.tensors.items() if module.codes or end in packings().scales)
+    return found
+
+
 def _claim(
     model: Model,
     rows: list[Row],
     checkpoint: Checkpoint,
-    notes: list[Finding] | None = None,
+    notes: Iterable[Finding] = (),
     decoded: Decoded | None = None,
+    packing: Packing | None = None,
 ) -> TensorMap:
     """Give every stored tensor to its row, every part its plan; what is left over either way is a finding."""
     parts: dict[str, TensorRef] = {}
     padding: dict[str, TensorRef] = {}
     names: dict[str, str] = {}
     decoded = decoded or Decoded(checkpoint.tensors)
-    findings = [*checkpoint.findings, *(notes or ()), *decoded.findings]
+    findings = [*checkpoint.findings, *notes]
     missing: list[Finding] = []
     left = dict.fromkeys(decoded.tensors)
+    still = _still_packed(packing, decoded) if packing else {}
+    owned = _of_packing(packing, rows, decoded) if packing else set()
+    packed: dict[str, Module] = {}
     for row in rows:
+        if row.name in still:
+            packed.update(dict.fromkeys(row.parts, still[row.name]))
+            continue
         ref = decoded.tensors.get(row.name)
         if ref is None:
             if not all(part in model.copies for part in row.parts):
@@ -217,9 +253,10 @@ def _claim(
     findings += [
         failure("presence.unclaimed", name, f"no tensor of {model.family}; the other layout has no place for it")
         for name in left
+        if name not in owned
     ]
     ordered = {part: parts[part] for part in model.shapes if part in parts}
-    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded)
+    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded, packed, packing)
 
 
 def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:

@@ -19,7 +19,9 @@ from mtpcheck.report.finding import Finding
 
 if TYPE_CHECKING:
     from mtpcheck.checkpoint import Checkpoint
+    from mtpcheck.declared import Packing
     from mtpcheck.fp8 import Grid
+    from mtpcheck.packing import Module
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -87,6 +89,10 @@ class TensorMap:
     """Part → the stored tensor it was read from, for messages."""
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
     """Stored tensors that hold codes and not values, by name."""
+    packed: Mapping[str, Module] = field(default_factory=dict)
+    """Part → the module that stores it in a packing that is not decoded; it is not among ``parts``."""
+    packing: Packing | None = None
+    """How an HF checkpoint stores its modules, and declares it."""
 
     @property
     def family(self) -> str:

@@ -21,8 +21,9 @@ from mtpcheck.encoding import as_codes
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
 from mtpcheck.normalise import is_quantized, stored_rows
+from mtpcheck.packing import WEIGHT
 from mtpcheck.progress import Progress, Silent, bar
-from mtpcheck.report.finding import Finding, failure
+from mtpcheck.report.finding import Finding, Severity, failure
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_like, read_tensor_map
 
@@ -60,6 +61,7 @@ def verify(
     require_mtp(a, a_map, allow_no_mtp)
     report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, layout_of(b)))
     sides = Side(a, a_map), Side(b, read_like(b, a_map))
+    _require_values(sides, values)
     if values == "changed":
         _compare_trained(report, *sides, only_mtp, show_progress)
     else:
@@ -101,6 +103,19 @@ def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool)
         raise UnsupportedError(f"{checkpoint.path}: has no MTP layer, so there is nothing to judge (--allow-no-mtp)")
 
 
+def _require_values(sides: tuple[Side, Side], values: Values) -> None:
+    """Raise UnsupportedError if packed values are to be compared. Where a packing is damaged, that is found."""
+    if values == "exact" and all(side.checkpoint.layout == "hf" for side in sides):
+        return
+    for side in sides:
+        damaged = of_group(side.tensor_map.findings, "quantization")
+        if side.tensor_map.packed and not any(f.severity is Severity.FAILURE for f in damaged):
+            raise UnsupportedError(
+                f"{side.checkpoint.path}: {is_quantized(side.checkpoint, side.tensor_map)}; packed weights are "
+                "compared code by code, between two HF checkpoints and without --values changed"
+            )
+
+
 def compare_sides(
     report: Report, a: Side, b: Side, only_mtp: bool = False, show_progress: bool = False, bits: bool = True
 ) -> None:
@@ -131,10 +146,9 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         left = {name: ref for name, ref in left.items() if name not in trunk}
         right = {name: ref for name, ref in right.items() if name not in trunk}
     found = [with_cause(finding, left, right) for finding in compare_stored(left, right, progress)]
-    if not is_quantized(a.checkpoint, a.tensor_map):  # a tensor that both lack is missing all the same
-        known = {f.subject for f in found}
-        missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
-        found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
+    known = {f.subject for f in found}  # a tensor that both lack is missing all the same
+    missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
+    found += [f for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
     return found, left, right
 
 
@@ -181,10 +195,18 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
 def _add_structure(report: Report, a: Side, b: Side) -> None:
     findings = of_group((*a.checkpoint.findings, *b.checkpoint.findings), "structure")
     report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
-    scales = of_group((*a.tensor_map.findings, *b.tensor_map.findings), "quantization")
-    counts = [len(side.tensor_map.encoded) for side in (a, b)]
-    if scales or any(counts):
-        report.add("quantization", scales, " and ".join(f"{n:,} tensors" for n in counts) + " decoded from FP8 blocks")
+    found = of_group((*a.tensor_map.findings, *b.tensor_map.findings), "quantization")
+    if found or any(side.tensor_map.encoded or side.tensor_map.packed for side in (a, b)):
+        report.add("quantization", found, " → ".join(dict.fromkeys(_packed(side.tensor_map) for side in (a, b))))
+
+
+def _packed(tensor_map: TensorMap) -> str:
+    """How many weights of one side are packed, and whether they were decoded."""
+    still = len({module.name for module in tensor_map.packed.values()})
+    method = tensor_map.packing.method if tensor_map.packing else ""
+    told = [f"{len(tensor_map.encoded):,} tensors decoded from FP8 blocks"] * bool(tensor_map.encoded)
+    told += [f"{still:,} packed weights ({method})"] * bool(still)
+    return " and ".join(told) or "no packed weights"
 
 
 def _add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> list[Finding]:
@@ -253,11 +275,17 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
 
 def _mtp_names(tensor_map: TensorMap) -> set[str]:
     """HF names of all tensors in MTP layers."""
-    return {row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}
+    return _with_packed({row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}, tensor_map)
+
+
+def _with_packed(names: set[str], tensor_map: TensorMap) -> set[str]:
+    """Names of weights, with those of the codes and scales that some of them are stored as."""
+    modules = tensor_map.packing.modules.values() if tensor_map.packing else ()
+    return names.union(*(m.tensors.values() for m in modules if m.codes and f"{m.name}.{WEIGHT}" in names))
 
 
 def _trunk_names(side: Side) -> set[str]:
     """Stored names that tensors outside MTP layers have in this checkpoint's layout."""
     model = side.tensor_map.model
     rows = model.rows if side.checkpoint.layout == "hf" else stored_rows(side.checkpoint, model)
-    return {row.name for row in rows if not is_mtp(row.parts[0])}
+    return _with_packed({row.name for row in rows if not is_mtp(row.parts[0])}, side.tensor_map)

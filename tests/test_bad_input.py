@@ -551,7 +551,7 @@ def test_parent_not_writable(yard: MakeYard, cli: Cli, monkeypatch: pytest.Monke
 
 def test_target_that_appears_meanwhile_is_kept(yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     place = yard("dense2_tp1")
-    monkeypatch.setattr("mtpcheck.convert.derived_config", lambda *_: target_folder(place) and {})
+    monkeypatch.setattr("mtpcheck.export.derived_config", lambda *_: target_folder(place) and {})
     outcome = cli("convert", place.source, place.target)
     assert (outcome.code, outcome.out) == (2, "")
     assert "appeared" in outcome.err
@@ -742,10 +742,12 @@ def test_quantized(damage: Damage, word: str, yard: MakeYard, cli: Cli, copy_of:
     for command in ("convert", "roundtrip"):
         check_refused(cli(command, *arguments(command, place)), place, before, ("quantized", word, "verify"))
     other = shutil.copytree(place.source, place.source.parent / "other")
-    assert cli("verify", place.source, other).code == 0
-    flip_byte(other / SINGLE)
     outcome = cli("verify", place.source, other)
     assert outcome.code == 1
+    assert outcome.out.count("FAILURE quantization.declared") == 2 and "FAILS: 2 failures" in outcome.out
+    flip_byte(other / SINGLE)
+    outcome = cli("verify", place.source, other)
+    assert outcome.code == 1 and "FAILS: 3 failures" in outcome.out
     assert "1 of" in outcome.out and "elements differ" in outcome.out
 
 

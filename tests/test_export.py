@@ -198,11 +198,21 @@ def test_kept_codes_are_proved_by_plan(source: Path, via: Any) -> None:
 
 
 def test_a_tensor_half_codes_half_bf16_cannot_be_kept(source: Path, tmp_path: Path) -> None:
+    """megatron-core stacks the experts of a layer; one of these is plain, and declared so."""
     folder = Path(shutil.copytree(source, tmp_path / "mixed"))
-    name = "model.layers.3.mlp.experts.1.up_proj.weight"
-    rewrite(folder, lambda t: t.update({name: t[name].bfloat16()}) if name in t else None)
-    rewrite(folder, lambda t: t.pop(name + "_scale_inv", None))
+    expert = "model.layers.3.mlp.experts.1"
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(expert + ".")]:
+            scale = tensors.pop(name) if name.endswith("_scale_inv") else None
+            if scale is None:
+                tensors[name] = tensors[name].bfloat16()
+
+    rewrite(folder, plain)
     coded.index_again(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [expert]
+    (folder / "config.json").write_text(json.dumps(config))
     assert roundtrip(folder).verdict == "holds"
     with pytest.raises(UnsupportedError, match="joins tensors of different dtypes"):
         roundtrip(folder, options=Options(fp8="keep"))

@@ -282,14 +282,16 @@ def test_an_unknown_vocabulary_size_counts_all_rows(tmp_path: Path) -> None:
 
 
 def test_mtp_tensors_that_the_family_does_not_know_count_with_only_mtp(tmp_path: Path) -> None:
-    def with_scale(value: float) -> Callable[[Tensors], None]:
-        return lambda t: t.update({EH + "_scale_inv": torch.full((1,), value)})
+    unknown = EH.replace("weight", "gain")
+
+    def with_gain(value: float) -> Callable[[Tensors], None]:
+        return lambda t: t.update({unknown: torch.full((1,), value)})
 
     (tmp_path / "a").mkdir()
-    a = changed_tensors("glm4_moe", tmp_path / "a", with_scale(1.0))
-    b = changed_tensors("glm4_moe", tmp_path, with_scale(2.0))
-    assert failures(verify(a, b, only_mtp=True)) == [("values.bits", EH + "_scale_inv")]
-    assert ("presence.unclaimed", EH + "_scale_inv") in failures(verify(FIXTURES / "glm4_moe", b, only_mtp=True))
+    a = changed_tensors("glm4_moe", tmp_path / "a", with_gain(1.0))
+    b = changed_tensors("glm4_moe", tmp_path, with_gain(2.0))
+    assert failures(verify(a, b, only_mtp=True)) == [("values.bits", unknown)]
+    assert ("presence.unclaimed", unknown) in failures(verify(FIXTURES / "glm4_moe", b, only_mtp=True))
 
 
 def test_only_mtp_across_layouts_leaves_the_trunk_alone(tmp_path: Path) -> None:

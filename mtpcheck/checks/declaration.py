@@ -35,17 +35,12 @@ def check_count(tensor_map: TensorMap, where: str) -> Iterator[Finding]:
                       todo="a loader fails or leaves the missing layer random")  # fmt: skip
 
 
-def check_own_config(config: Mapping[str, Any], family: Family, coded: bool) -> Iterator[Finding]:
-    """What an HF config must say of itself to be the export of a Megatron checkpoint, beside its facts.
-
-    ``coded``: its weights are stored as FP8, so that it may say so.
-    """
+def check_own_config(config: Mapping[str, Any], family: Family) -> Iterator[Finding]:
+    """What an HF config must say of itself to be the export of a Megatron checkpoint, beside its facts."""
     if config.get("model_type") not in family.model_types:
         expected = " or ".join(family.model_types)
         yield failure("declaration.config", "model_type", "is another family's", expected=expected,
                       got=repr(config.get("model_type")))  # fmt: skip
-    if config.get("quantization_config") and not coded:
-        yield failure("declaration.config", "quantization_config", "declares quantized weights that Megatron has not")
     said = {key: value or 0 for key, value in declared_keys(config).items()}
     if len(set(said.values())) > 1:
         told = ", ".join(f"{key}={value}" for key, value in said.items())

@@ -29,6 +29,9 @@ def render(found: Inspection, console: Console) -> None:
         "MTP declared": f"{found.mtp_declared} ({declared})",
         "MTP stored": f"{found.mtp_stored} ({found.mtp_parts:,} parts; {shares})",
     }
+    if packed := found.packed:
+        own = f"({packed.mtp_modules:,} MTP); {packed.mtp_plain:,} MTP matrices plain"
+        lines["packed"] = f"{packed.method}: {packed.modules:,} modules {own}"
     if found.copies:
         lines["copies"] = ", ".join(f"{part} {state}" for part, state in found.copies.items())
     if found.passed_over:
