@@ -54,7 +54,9 @@ def accept(
     if minimum is not None:
         found += check_minimum(columns[0], minimum)
     if baseline is not None:
-        found += _against(Path(baseline), columns[0], tensor_map.family, dead=bool(report.failures))
+        fresh = not Path(baseline).exists()
+        found += _against(Path(baseline), columns[0], tensor_map.family, sound=report.verdict == "holds" and not found)
+        report.notes.append(f"{baseline}: {'recorded' if fresh else 'held against'}")
     report.include(found)
     if writing is not None:
         with bar("writing", tensor_map.nbytes, show_progress) as progress:
@@ -68,12 +70,12 @@ def accept(
 _SCHEMA = 1
 
 
-def _against(path: Path, column: Column, family: str, dead: bool) -> list[Finding]:
-    """Record a baseline where there is none, else hold against it."""
+def _against(path: Path, column: Column, family: str, sound: bool) -> list[Finding]:
+    """Record a baseline where there is none, else hold against it. What is not ``sound`` is never recorded."""
     now = _recorded(column, family)
     if not path.exists():
-        if dead:
-            raise UsageError(f"{path}: not written, since a dead head is no baseline; mend the checkpoint first")
+        if not sound:
+            raise UsageError(f"{path}: not recorded, since this head does not draft well enough to be a baseline")
         _write_whole(path, json.dumps(now, indent=1) + "\n")
         return []
     before = _read(path)

@@ -18,8 +18,11 @@ Scales = Literal["fp32", "powers", "bf16", "e8m0", "one", "one_renamed"]
 """fp32 or bf16 scales of any value, powers of two as fp32 or as exponents; or one a tensor, in two spellings."""
 
 
-def make(folder: Path, scales: Scales = "fp32") -> Path:
-    """Write the checkpoint. All 256 codes occur in every matrix: NaN, zeros, -0.0, subnormals and the largest."""
+def make(folder: Path, scales: Scales = "fp32", finite: bool = False) -> Path:
+    """Write the checkpoint. All 256 codes occur in every matrix: NaN, zeros, -0.0, subnormals and the largest.
+
+    ``finite``: without NaN, and with scales that a model can be run with.
+    """
     source = FIXTURES / "deepseek_v3"
     drawn = torch.Generator().manual_seed(8)
     folder.mkdir(parents=True)
@@ -33,8 +36,11 @@ def make(folder: Path, scales: Scales = "fp32") -> Path:
             if is_coded(name):
                 codes = torch.randint(0, 256, tensor.shape, generator=drawn, dtype=torch.uint8)
                 codes.view(-1)[:256] = torch.arange(256)
+                if finite:
+                    codes[codes & 0x7F == 0x7F] = 0
                 tensors[name] = codes.view(torch.float8_e4m3fn)
-                tensors.update(scales_of(name, tensor.shape, scales, drawn))
+                own = scales_of(name, tensor.shape, scales, drawn)
+                tensors.update({n: torch.full_like(t, 1e-3) for n, t in own.items()} if finite else own)
         save_file(tensors, folder / path.name, {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     declared: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}

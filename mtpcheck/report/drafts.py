@@ -42,7 +42,7 @@ def without(column: Column) -> Iterator[str]:
     }
     for name, value in told.items():
         if value:
-            yield f"{name:<15} {value}"
+            yield f"{name:<16} {value}"
     for why, n in _reasons(column.touched.not_ran.values()).items():
         yield f"{'took no part':<15} {n:,} part{'s' * (n != 1)}: {why}"
 

@@ -1,0 +1,279 @@
+"""Acceptance as users meet it: accept, the columns of roundtrip and verify, floors and baselines, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpcheck.accept import accept
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.checks.acceptance import check_alive, check_same
+from mtpcheck.convert import convert
+from mtpcheck.draft.probe import Column, Probing
+from mtpcheck.errors import FormatError, UnsupportedError, UsageError
+from mtpcheck.megatron import Options
+from mtpcheck.roundtrip import roundtrip
+from mtpcheck.tensormap import read_tensor_map
+from mtpcheck.topology import Topology
+from mtpcheck.verify import verify
+from tests import coded
+from tests.conftest import FIXTURES, Outcome, edit_json, edit_tensors
+from tests.defects import DEFECTS, Absent, agreement, drafts_of, with_defect
+
+Cli = Callable[..., Outcome]
+TRAINED = ("deepseek_v3", "deepseek_v3_noq", "glm4_moe", "glm4_moe_nocopies", "glm_moe_dsa", "mimo", "qwen2_mtp",
+           "qwen3_mtp", "llama_mtp")  # fmt: skip
+DAMAGED = ("deepseek_v3", "glm4_moe", "qwen2_mtp")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def some(tmp_path_factory: pytest.TempPathFactory) -> Probing:
+    """Half of the bundled text: enough to judge by, in less time."""
+    folder = tmp_path_factory.mktemp("some")
+    files = {}
+    for name, path in Probing().files.items():
+        lines = path.read_text().splitlines(keepends=True)
+        files[name] = folder / path.name
+        files[name].write_text("".join(lines[::2]))
+    return Probing(files=files)
+
+
+# ---- every fixture
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_head_of_every_fixture_is_alive_on_held_out_text(name: str) -> None:
+    report = accept(FIXTURES / name)
+    assert report.verdict == "holds", report.findings
+    (column,) = report.acceptance
+    assert column.overall.depths[0].rate >= 0.6 and column.verdict.alive
+    assert list(column.workloads) == ["prose", "code", "chat", "maths"]
+
+
+@pytest.mark.parametrize(
+    ("via", "options"),
+    [("torch_dist", Options()), ("torch", Options("local", topology=Topology(tp=2, etp=2)))],
+    ids=["torch_dist", "torch"],
+)
+def test_a_round_trip_has_three_equal_columns(via: Any, options: Options, some: Probing) -> None:
+    report = roundtrip(FIXTURES / "glm4_moe", options=options, via=via, probing=some)
+    assert report.verdict == "holds", report.findings
+    assert [column.label for column in report.acceptance] == ["source", via, "result"]
+    source, middle, result = report.acceptance
+    assert source.digests == middle.digests == result.digests and result.same_as == "source"
+    assert not middle.same_as
+
+
+def test_a_source_in_fp8_drafts_as_megatron_s_bf16(tmp_path: Path, some: Probing) -> None:
+    """Random codes draft nothing, but the same nothing: bit for bit, through value nodes."""
+    made = coded.make(tmp_path / "hf", "fp32", finite=True)
+    report = roundtrip(made, probing=some)
+    source, middle, _ = report.acceptance
+    assert source.digests == middle.digests
+    assert {f.check for f in report.failures} == {"acceptance.dead"}
+
+
+def test_columns_of_verify(tmp_path: Path, some: Probing) -> None:
+    convert(FIXTURES / "qwen2_mtp", tmp_path / "megatron")
+    report = verify(FIXTURES / "qwen2_mtp", tmp_path / "megatron", probing=some)
+    assert report.verdict == "holds" and [c.label for c in report.acceptance] == ["reference", "candidate"]
+    worse = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "worse"))
+    edit_tensors(worse / "model.safetensors", lambda t: t["mtp.fc.weight"].mul_(1.5))
+    report = verify(FIXTURES / "qwen2_mtp", worse, probing=some)
+    assert ("acceptance.logits", "candidate") in {(f.check, f.subject) for f in report.failures}
+
+
+# ---- defects
+
+
+@pytest.fixture(scope="session")
+def sound() -> dict[str, Column]:
+    torch.set_num_threads(1)
+    opened = {name: open_checkpoint(FIXTURES / name) for name in DAMAGED}
+    return {name: drafts_of(checkpoint, read_tensor_map(checkpoint)) for name, checkpoint in opened.items()}
+
+
+@pytest.mark.parametrize("title", DEFECTS)
+def test_every_defect_is_seen_against_the_source(title: str, sound: dict[str, Column]) -> None:
+    """Any draft logit that is not bit-equal; and without a reference those that leave no usable head."""
+    defect, seen = DEFECTS[title], 0
+    for name in DAMAGED if defect.alone else DAMAGED[:1] if title in _MLA else DAMAGED[1:2]:
+        checkpoint = open_checkpoint(FIXTURES / name)
+        try:
+            bad = drafts_of(checkpoint, with_defect(read_tensor_map(checkpoint), defect))
+        except Absent:
+            continue
+        seen += 1
+        (found,) = check_same([sound[name], replace(bad, label="bad")])
+        assert found.check == "acceptance.logits"
+        assert agreement(bad, sound[name]) < 1
+        if defect.alone:
+            assert bad.verdict.alive is False and list(check_alive(bad))
+    assert seen
+
+
+_MLA = ("query heads reversed",)
+
+
+# ---- the command
+
+
+def test_accept_prints_a_table(cli: Cli) -> None:
+    outcome = cli("accept", FIXTURES / "llama_mtp")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[-1] == "HOLDS" and all(len(line) <= 80 for line in lines[1:])
+    for what in ("prose", "code", "chat", "maths", "all", "all, depth 2", "mean length", "without a head"):
+        assert any(line.strip().startswith(what) for line in lines), what
+
+
+def test_accept_as_json(cli: Cli) -> None:
+    outcome = cli("accept", FIXTURES / "qwen3_mtp", "--json", "--decode", 8)
+    document = json.loads(outcome.out)
+    (column,) = document["acceptance"]
+    assert document["verdict"] == "holds" and column["alive"] and len(column["rules"]) == 5
+    own = column["all"]
+    assert own["depths"][0]["accepted"] == sum(w["depths"][0]["accepted"] for w in column["workloads"].values())
+    assert own["depths"][0]["low"] < own["acceptance_rate"] < own["depths"][0]["high"]
+    assert own["mean_acceptance_length"] == pytest.approx(1 + own["acceptance_rate"])
+    assert [w["workload"] for w in document["written"]] == ["prose", "code", "chat", "maths"]
+    assert all(w["tokens"] == 16 and 1 < w["tokens_a_pass"] <= 2 for w in document["written"])
+
+
+def test_own_workloads_of_text_and_ids(cli: Cli, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_bytes(Probing().files["chat"].read_bytes())
+    ids = tmp_path / "ids.jsonl"
+    lines = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    ids.write_text("".join(json.dumps({"ids": list(line.encode())}) + "\n" for line in lines))
+    outcome = cli("accept", FIXTURES / "qwen2_mtp", "--workload", f"a={text}", "--workload", f"b={ids}", "--json")
+    own = json.loads(outcome.out)["acceptance"][0]["workloads"]
+    assert own["a"] == own["b"] and outcome.code == 0
+
+
+def test_a_floor_that_is_not_reached_fails(cli: Cli) -> None:
+    outcome = cli("accept", FIXTURES / "qwen2_mtp", "--min-acceptance", 0.99)
+    assert outcome.code == 1 and "acceptance.minimum" in outcome.out
+    assert cli("accept", FIXTURES / "qwen2_mtp", "--min-acceptance", 0.5).code == 0
+
+
+def test_a_baseline_is_recorded_once_and_held_against(cli: Cli, tmp_path: Path) -> None:
+    file, good = tmp_path / "baseline.json", FIXTURES / "qwen2_mtp"
+    assert cli("accept", good, "--baseline", file).code == 0
+    recorded = file.read_bytes()
+    again = cli("accept", good, "--baseline", file)
+    assert again.code == 0 and "held against" in again.out
+    worse = Path(shutil.copytree(good, tmp_path / "worse"))
+    edit_tensors(worse / "model.safetensors", lambda t: t["mtp.layers.0.mlp.down_proj.weight"].mul_(0.6))
+    outcome = cli("accept", worse, "--baseline", file)
+    assert outcome.code == 1 and "acceptance.baseline" in outcome.out
+    assert file.read_bytes() == recorded
+
+
+def test_a_dead_head_is_no_baseline(tmp_path: Path, some: Probing) -> None:
+    dead = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "dead"))
+    edit_tensors(dead / "model.safetensors", lambda t: t["mtp.fc.weight"].zero_())
+    report = accept(dead, probing=some)
+    assert {f.check for f in report.failures} == {"acceptance.dead"}
+    with pytest.raises(UsageError, match="not recorded"):
+        accept(dead, probing=some, baseline=tmp_path / "baseline.json")
+    with pytest.raises(UsageError, match="not recorded"):
+        accept(FIXTURES / "qwen2_mtp", probing=some, minimum=0.99, baseline=tmp_path / "baseline.json")
+    assert not (tmp_path / "baseline.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("{}", "no baseline that mtpcheck wrote"), ("[", "no baseline"), ('{"schema_version": 2}', "knows 1"),
+     ('{"schema_version": 1, "family": "llama", "workloads": {}}', "is of llama"),
+     ('{"schema_version": 1, "family": "qwen2", "workloads": {}}', "was recorded on another prose")],
+)  # fmt: skip
+def test_what_is_no_baseline_of_this_is_refused(content: str, told: str, tmp_path: Path, some: Probing) -> None:
+    (tmp_path / "b.json").write_text(content)
+    with pytest.raises((FormatError, UsageError), match=told):
+        accept(FIXTURES / "qwen2_mtp", probing=some, baseline=tmp_path / "b.json")
+
+
+# ---- what cannot be judged
+
+
+def test_a_model_that_transformers_lacks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mtpcheck import family
+
+    monkeypatch.setattr(family.Family, "trunk_type", property(lambda self: "unheard_of"))
+    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp")
+    assert outcome.code == 2 and outcome.out.splitlines()[-1] == "COULD NOT JUDGE: acceptance"
+    assert "no language model of type 'unheard_of'" in outcome.out
+    assert cli("roundtrip", FIXTURES / "qwen2_mtp", "--no-acceptance").code == 0
+    outcome = cli("accept", FIXTURES / "qwen2_mtp")
+    assert outcome.code == 2 and "could not judge: transformers" in outcome.err
+
+
+def test_a_failure_counts_for_more_than_what_could_not_be_judged(tmp_path: Path, some: Probing) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "x"))
+    (folder / "tokenizer.json").unlink()
+    edit_json(folder / "config.json", num_nextn_predict_layers=2)
+    report = roundtrip(folder, probing=some)
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [("", "the workload is empty"), ('{"text": "ab"}', "too short to judge draft acceptance"),
+     ('{"ids": [1, 300]}', "id 300 is not in the model's vocabulary, 0 to 259"),
+     ('{"texts": "ab"}', "expected {\"text\"")],
+)  # fmt: skip
+def test_workloads_that_are_no_use(lines: str, told: str, cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    file.write_text(lines)
+    outcome = cli("accept", FIXTURES / "qwen2_mtp", "--workload", f"own={file}")
+    assert outcome.code == 2 and told in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def test_flags_of_workloads(cli: Cli) -> None:
+    for text in ("own", "=x", "own="):
+        outcome = cli("accept", FIXTURES / "qwen2_mtp", "--workload", text)
+        assert outcome.code == 2 and f"--workload {text}: expected NAME=FILE" in outcome.err
+
+
+def test_without_a_tokenizer_text_cannot_be_run(cli: Cli, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "x"))
+    (folder / "tokenizer.json").unlink()
+    outcome = cli("accept", folder)
+    assert outcome.code == 2 and "tokenizer.json is missing" in outcome.err
+    outcome = cli("roundtrip", folder)
+    assert outcome.code == 2 and "could not judge: " in outcome.out and "tokenizer.json is missing" in outcome.out
+
+
+def test_a_megatron_checkpoint_of_others_takes_what_it_lacks_from_like(tmp_path: Path, some: Probing) -> None:
+    convert(FIXTURES / "mimo", tmp_path / "made")
+    (bare,) = tmp_path.glob("made/release")
+    shutil.rmtree(bare / "mtpcheck")
+    with pytest.raises((UnsupportedError, UsageError), match=r"tokenizer\.json is missing|does not tell"):
+        accept(tmp_path / "made", "mimo", some)
+    report = accept(tmp_path / "made", "mimo", some, like=FIXTURES / "mimo")
+    straight = accept(FIXTURES / "mimo", probing=some)
+    assert report.verdict == "holds" and report.acceptance[0].digests == straight.acceptance[0].digests
+
+
+def test_once_runs_the_source_alone(cli: Cli) -> None:
+    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", "--acceptance", "once", "--json")
+    assert [column["label"] for column in json.loads(outcome.out)["acceptance"]] == ["source"]
+
+
+def test_not_run_is_said(cli: Cli) -> None:
+    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", "--no-acceptance")
+    assert outcome.code == 0 and "not run: --no-acceptance was given" in outcome.out
+    assert outcome.out.splitlines()[-1] == "HOLDS; not judged: acceptance"
