@@ -64,12 +64,17 @@ def opened(name: str) -> tuple[Checkpoint, TensorMap]:
     return checkpoint, read_tensor_map(checkpoint)
 
 
+def choosing(name: str, topk: int) -> tuple[Checkpoint, TensorMap]:
+    """The fixture with another number of positions that an indexer may choose, if it has one."""
+    checkpoint, tensor_map = opened(name)
+    facts = {**tensor_map.facts, **({"index_topk": topk} if name == "glm_moe_dsa" else {})}
+    return checkpoint, replace(tensor_map, model=replace(tensor_map.model, facts=facts))
+
+
 def without_ties(name: str) -> tuple[Checkpoint, TensorMap]:
     """A tiny indexer's scores are zero for many positions; which of these it takes depends on how many there are. Here
     it takes all."""
-    checkpoint, tensor_map = opened(name)
-    facts = {**tensor_map.facts, **({"index_topk": 128} if name == "glm_moe_dsa" else {})}
-    return checkpoint, replace(tensor_map, model=replace(tensor_map.model, facts=facts))
+    return choosing(name, 128)
 
 
 def engine(name: str, **options: bool) -> Engine:
@@ -81,12 +86,12 @@ def run_folder(folder: Path, *texts: list[int]) -> Run:
     return run(Engine(checkpoint, read_tensor_map(checkpoint)), texts, keep_logits=True)
 
 
-def of_transformers(folder: Path) -> Any:
+def of_transformers(folder: Path, **changes: Any) -> Any:
     """The whole model, as `from_pretrained` loads it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = json.loads((folder / "config.json").read_text())
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = changes
     if config["model_type"] == "mimo":  # which transformers knows as Qwen2
         own = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
         known["config"] = AutoConfig.for_model("qwen2", **own)
@@ -104,6 +109,16 @@ def test_streamed_is_whole_bit_for_bit(name: str) -> None:
     (passage,) = run(engine(name), [IDS], keep_logits=True).passages
     assert np.array_equal(passage.logits[0], expected.numpy())
     assert np.array_equal(passage.main, expected.argmax(-1).numpy())
+
+
+def test_an_indexer_chooses_what_it_chooses_in_the_whole_model() -> None:
+    few, all_of_them = (
+        run(Engine(*choosing("glm_moe_dsa", topk)), [IDS], keep_logits=True).passages[0] for topk in (6, 64)
+    )
+    with torch.no_grad():
+        expected = of_transformers(FIXTURES / "glm_moe_dsa", index_topk=6)(torch.tensor([IDS])).logits[0]
+    assert np.array_equal(few.logits[0], expected.numpy())
+    assert not np.array_equal(few.logits[0], all_of_them.logits[0])
 
 
 @every_fixture
@@ -138,7 +153,7 @@ def test_texts_of_unequal_length_are_what_they_are_alone(name: str) -> None:
         (alone,) = run(own, [text], keep_logits=True).passages
         assert list(passage.ids) == text
         for logits, expected in zip(passage.logits, alone.logits, strict=True):
-            np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_padding_is_routed_to_no_expert() -> None:
@@ -180,7 +195,7 @@ def test_drafts_are_those_of_transformers_bit_for_bit(name: str) -> None:
             y = mtp.forward_layer(0, hidden.normed, positions, cache, input_ids=after)
             assert torch.equal(ours, y) == (start == 0)
             logits = mtp._project_to_logits(y)[0, :-1].numpy()
-            np.testing.assert_allclose(passage.logits[1], logits, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(passage.logits[1], logits, rtol=0, atol=1e-4)
 
 
 @every_fixture
@@ -193,7 +208,7 @@ def test_drafts_are_those_of_plain_arithmetic(name: str) -> None:
     assert len(passage.drafts) == len(expected.mtp) == (2 if name == "llama_mtp" else 1)
     for depth, logits in enumerate((expected.main, *expected.mtp)):
         rows = len(IDS) - depth
-        np.testing.assert_allclose(passage.logits[depth], logits[0, :rows].numpy(), rtol=0, atol=2e-5)
+        np.testing.assert_allclose(passage.logits[depth], logits[0, :rows].numpy(), rtol=0, atol=1e-4)
         chosen = passage.main if depth == 0 else passage.drafts[depth - 1]
         assert np.array_equal(chosen, passage.logits[depth].argmax(-1))
         assert chosen.shape == (rows,) and chosen.dtype == np.int64
@@ -237,7 +252,7 @@ def test_norms_of_one_plus_w() -> None:
     own = Engine(checkpoint, replace(tensor_map, parts=parts))
     own.heads[0].facts = HeadFacts(norm="1+w")
     (ours,), (expected,) = (run(each, [IDS], keep_logits=True).passages for each in (own, engine("qwen3_mtp")))
-    np.testing.assert_allclose(ours.logits[1], expected.logits[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours.logits[1], expected.logits[1], rtol=0, atol=1e-4)
 
 
 def test_a_head_of_its_own_is_used_where_a_family_says_so() -> None:
@@ -320,7 +335,7 @@ def test_a_head_in_many_chunks_chooses_alike(monkeypatch: pytest.MonkeyPatch) ->
     (chunked,) = run(engine("glm4_moe"), [IDS], keep_logits=True).passages
     assert np.array_equal(chunked.main, whole.main)
     assert np.array_equal(chunked.drafts[0], whole.drafts[0])
-    np.testing.assert_allclose(chunked.logits[1], whole.logits[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(chunked.logits[1], whole.logits[1], rtol=0, atol=1e-4)
 
 
 def test_of_equal_logits_the_first_is_chosen() -> None:
@@ -393,19 +408,19 @@ def test_what_is_told_untouched_changes_nothing(name: str, text: list[int], why:
     assert digests(name, changed(name, *touched.not_ran), text) == digests(name, text=text)
 
 
-@every_fixture
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm_moe_dsa", "llama_mtp", "mimo", "qwen3_mtp"])
 def test_what_is_told_to_have_run_has_a_say(name: str) -> None:
-    own = engine(name)
-    expected = run(own, [IDS], ablate=False, keep_logits=True)
+    own = Engine(*choosing(name, 4))
+    expected = run(own, [OTHER], ablate=False, keep_logits=True)
     for part in sorted(expected.touched.ran):
         own.weights.tensor_map = replace(own.tensor_map, parts=changed(name, part))
-        (found,) = run(own, [IDS], ablate=False, keep_logits=True).passages
+        (found,) = run(own, [OTHER], ablate=False, keep_logits=True).passages
         same = zip(found.logits, expected.passages[0].logits, strict=True)
         assert not all(np.array_equal(a, b) for a, b in same), part
 
 
 def test_an_indexer_with_a_choice_runs() -> None:
-    touched = run(engine("glm_moe_dsa"), [IDS]).touched
+    touched = run(Engine(*choosing("glm_moe_dsa", 6)), [IDS]).touched
     assert not [part for part in touched.not_ran if "indexer" in part]
     assert [part for part in touched.ran if "indexer" in part]
 

@@ -112,7 +112,7 @@ def test_megatron_drafts_what_the_engine_drafts(case: Case) -> None:
         for passage, expected in zip(ours, own, strict=True):
             rows, columns = passage.logits[depth].shape
             actual = torch.from_numpy(passage.logits[depth])
-            torch.testing.assert_close(actual, expected[:rows, :columns], rtol=0, atol=1e-4)
+            torch.testing.assert_close(actual, expected[:rows, :columns], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "mimo" in p.values])
