@@ -96,7 +96,26 @@ def roundtrip(source: Path, workdir: Path) -> None:
         raise SystemExit(f"{source} did not come back as it was")
 
 
+TEXTS = [[(7919 * i + 31 * j) % 31_000 for i in range(64)] for j in range(8)]
+"""512 tokens that are no text: which experts they are routed to is as good as random."""
+
+
+def draft(source: Path, workdir: Path) -> None:
+    """Run a model and its MTP head once, and leave in ``workdir`` what was read."""
+    from mtpcheck.checkpoint import open_checkpoint
+    from mtpcheck.draft.run import Engine, run
+    from mtpcheck.tensormap import read_tensor_map
+
+    checkpoint = open_checkpoint(source)
+    tensor_map = read_tensor_map(checkpoint)
+    done = run(Engine(checkpoint, tensor_map), TEXTS)
+    experts = [part for part in tensor_map.parts if ".experts." in part]
+    share = sum(part in done.touched.ran for part in experts) / len(experts) if experts else 1
+    (workdir / "drafted.json").write_text(json.dumps({"nbytes": done.nbytes, "experts": share}))
+
+
 COMMANDS: dict[str, Callable[[Path, Path], None]] = {
+    "draft": draft,
     "verify": verify,
     "convert": convert,
     "to_ranks": to_ranks,
@@ -111,6 +130,9 @@ def import_all() -> None:
         "mtpcheck.layouts.hf_writer",
         "mtpcheck.layouts.torch_dist_writer",
         "mtpcheck.layouts.torch_ranks_writer",
+        "mtpcheck.draft.run",
+        "transformers.models.glm4_moe.modeling_glm4_moe",
+        "transformers.models.llama.modeling_llama",
     ):
         importlib.import_module(name)
 
@@ -173,12 +195,14 @@ ROWS = (
     Row("roundtrip", "roundtrip", "source", ".", "cp"),
     Row("convert, FP8 to torch_dist", "convert", "fp8", "there", "convert, HF to torch_dist"),
     Row("convert, torch_dist to FP8", "convert", "there", "back", "convert, torch_dist to HF"),
+    Row("accept, 512 tokens", "draft", "numbers", "."),
     Row("inspect, as a process", _start, "source", "."),
 )
 
 
 def bench(folder: Path, nbytes: int, runs: int) -> None:
-    """Measure every row in ``folder``, which holds the checkpoint as ``source`` and as ``fp8``, and print the table."""
+    """Measure every row in ``folder`` and print the table. It holds the checkpoint as ``source``, in ``fp8``, and with
+    ``numbers`` that a model can be run with."""
     print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
     seconds: dict[str, float] = {}
     for row in ROWS:
@@ -196,6 +220,9 @@ def bench(folder: Path, nbytes: int, runs: int) -> None:
         took = seconds[row.name]
         rate = "" if row.command is _start else f"{nbytes / took / 1e9:.2f}"
         beside = f"{seconds[row.beside] / took:.2f} × {row.beside}" if row.beside else ""
+        if row.command == "draft":
+            drafted = json.loads((second / "drafted.json").read_text())
+            rate, beside = f"{drafted['nbytes'] / took / 1e9:.2f}", f"{drafted['experts']:.0%} of the experts read"
         print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory} |", flush=True)
 
 
@@ -216,6 +243,7 @@ def main() -> None:
         folder = Path(name)
         nbytes = generate(folder / "source", options.gb, options.family, options.hidden)
         generate(folder / "fp8", options.gb, options.family, options.hidden, fp8=True)
+        generate(folder / "numbers", options.gb, options.family, options.hidden, numbers=True)
         print(f"{options.family}, {nbytes / 1e9:.2f} GB, best of {options.runs}, {os.cpu_count()} cores\n")
         bench(folder, nbytes, options.runs)
 
