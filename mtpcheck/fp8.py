@@ -60,7 +60,7 @@ def tables(scales: F32) -> U16:
     return np.where(np.isnan(product), sign | np.uint16(0x7FC0), rounded)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
     """The scales of a matrix: one for each ``block`` of rows and columns, ragged at the edges, in C order.
 
@@ -220,21 +220,28 @@ def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Itera
             yield lines, slice(left, min(left + across * wide, width))
 
 
+@lru_cache(maxsize=4)
+def _tables(grid: Grid) -> U16:
+    """Tables of all blocks of a matrix, [rows of blocks, columns of blocks, 256]: a 32nd of the size of its codes. Its
+    slabs are read one after the other, so that few matrices are in use at a time."""
+    return tables(grid.read().reshape(-1)).reshape(*grid.shape, 256)
+
+
 def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) -> tuple[U16, I32]:
     """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
     in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
     (rows, columns), (high, wide) = elements.shape, grid.block
     above, below = first // high, -(-(first + rows) // high)
     before, behind = left // wide, -(-(left + columns) // wide)
-    scales = grid.read(above, below)[:, before:behind]
+    own = _tables(grid)[above:below, before:behind]
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
     np.copyto(places, elements)
-    if scales.size > 1:
+    if own.size > 256:
         across = np.arange(columns) // wide
         for row in range(above, below):
             lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
             places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
-    return tables(scales.reshape(-1)), places
+    return np.ascontiguousarray(own).reshape(-1, 256), places
 
 
 class _Own(threading.local):
