@@ -6,8 +6,9 @@ The way back asks which code gives the value, block by block, and compares all o
 Codes of one block have four significant bits, bf16 has eight, so two codes that differ give values that differ,
 unless the product leaves the range of bf16 (see docs/fp8.md). A block whose codes cannot be told apart is *collapsed*.
 
-Both directions look every element up in a table of its block. One index array serves all blocks of a strip: its low
-bits are the element, its high bits number the block (docs/benchmarks.md tells what else was tried).
+Both directions look every element up in a table of its block, all that is read at a time in one go: the low bits of
+its place are the element, the high bits number the block. Longer work without the interpreter lock is what lets two
+workers run at the same time; docs/benchmarks.md tells what else was tried.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ F32 = NDArray[np.float32]
 WHOLE = (sys.maxsize, sys.maxsize)
 """The block of a tensor with one scale."""
 
-_STEP = 1 << 17  # elements looked up at a time: they, their index and their tables stay in the processor's cache
-_GRAIN = 1 << 15  # torch shares larger look-ups among threads of its own, and ours are at work already
-_INVERSES = 8  # blocks coded at a time: an inverse table has 65,536 entries
+_INVERSES = 64  # blocks coded at a time: an inverse table has 65,536 entries
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +60,7 @@ def tables(scales: F32) -> U16:
     return np.where(np.isnan(product), sign | np.uint16(0x7FC0), rounded)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grid:
     """The scales of a matrix: one for each ``block`` of rows and columns, ragged at the edges, in C order.
 
@@ -146,8 +145,8 @@ class Dequantized:
         """Fill ``out`` with the values of the rows from ``first`` on."""
         rows, width = out.shape
         codes = bytes_of(self.codes.slice(0, first, first + rows), "codes").reshape(rows, width)
-        for lines, table in _strips(self.grid, first, rows, width):
-            _look_up(table, _indexed(codes[lines], self.grid.block[1], 8), out[lines])
+        table, places = _placed(self.grid, codes, first, 0, 8)
+        _look_up(table, places, out)
 
 
 class Strange(Exception):
@@ -195,35 +194,54 @@ class Coded:
         """Fill ``out`` with the codes of the rows from ``first`` on; returns how many values no code gives."""
         rows, width, found = len(out) if out is not None else rows, self.values.shape[1], 0
         held = bytes_of(self.values.slice(0, first, first + rows), "held").view(np.uint16).reshape(rows, width)
-        wide = self.grid.block[1]
-        for lines, table in _strips(self.grid, first, rows, min(width, _INVERSES * wide)):
-            for start in range(0, len(table), _INVERSES):
-                columns = slice(start * wide, min((start + _INVERSES) * wide, width))
-                index = _indexed(held[lines, columns], wide, 16)
-                codes = scratch(2 * index.size, "numbers").view(np.uint16).reshape(index.shape)
-                _invert(table[start : start + _INVERSES], index, codes)
-                if codes.max(initial=0) == _NONE:
-                    found += int(np.count_nonzero(codes == _NONE))
-                if out is not None:
-                    np.copyto(out[lines, columns], codes, casting="unsafe")
+        for lines, columns in _regions(self.grid.block, first, rows, width):
+            part = held[lines, columns]
+            table, places = _placed(self.grid, part, first + lines.start, columns.start, 16)
+            codes = scratch(2 * part.size, "numbers").view(np.uint16).reshape(part.shape)
+            _invert(table, places, codes)
+            if codes.max(initial=0) == _NONE:
+                found += int(np.count_nonzero(codes == _NONE))
+            if out is not None:
+                np.copyto(out[lines, columns], codes, casting="unsafe")
         return found
 
 
 # ---- looking up
 
 
-def _strips(grid: Grid, first: int, rows: int, width: int) -> Iterator[tuple[slice, U16]]:
-    """The rows from ``first`` on, a strip within one row of blocks at a time: where it lies among these rows, and the
-    tables of its blocks. ``width``: columns that are looked up at a time. What is read at a time has few rows of
-    blocks, whose tables are made together."""
-    high = grid.block[0]
-    step = max(1, _STEP // width)
+def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the rows from ``first`` on into regions of at most ``_INVERSES`` blocks: lines among these rows, columns."""
+    high, wide = (min(edge, n) for edge, n in zip(block, (first + rows, width), strict=True))
+    across = min(_INVERSES, -(-width // wide))
+    down = _INVERSES // across
+    for top in range(first // high, -(-(first + rows) // high), down):
+        lines = slice(max(top * high, first) - first, min((top + down) * high, first + rows) - first)
+        for left in range(0, width, across * wide):
+            yield lines, slice(left, min(left + across * wide, width))
+
+
+@lru_cache(maxsize=4)
+def _tables(grid: Grid) -> U16:
+    """Tables of all blocks of a matrix, [rows of blocks, columns of blocks, 256]: a 32nd of the size of its codes. Its
+    slabs are read one after the other, so that few matrices are in use at a time."""
+    return tables(grid.read().reshape(-1)).reshape(*grid.shape, 256)
+
+
+def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) -> tuple[U16, I32]:
+    """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
+    in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
+    (rows, columns), (high, wide) = elements.shape, grid.block
     above, below = first // high, -(-(first + rows) // high)
-    all_tables = tables(grid.read(above, below).reshape(-1)).reshape(below - above, -1, 256)
-    for row, table in enumerate(all_tables, above):
-        begin, end = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
-        for start in range(begin, end, step):
-            yield slice(start, min(start + step, end)), table
+    before, behind = left // wide, -(-(left + columns) // wide)
+    own = _tables(grid)[above:below, before:behind]
+    places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
+    np.copyto(places, elements)
+    if own.size > 256:
+        across = np.arange(columns) // wide
+        for row in range(above, below):
+            lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
+            places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
+    return np.ascontiguousarray(own).reshape(-1, 256), places
 
 
 class _Own(threading.local):
@@ -236,36 +254,20 @@ _NONE = 0x100  # the entry of an inverse table for a value that no code gives
 _own = _Own()
 
 
-def _indexed(elements: U8 | U16, wide: int, bits: int) -> I32:
-    """The place of every element in the tables of its strip: the bits from ``bits`` on number the block of its
-    column. In memory of the thread."""
-    index = scratch(4 * elements.size, "index").view(np.int32).reshape(elements.shape)
-    np.copyto(index, elements)
-    if elements.shape[1] > wide:
-        index += _block_numbers(elements.shape[1], wide, bits)
-    return index
-
-
-@lru_cache(maxsize=64)
-def _block_numbers(width: int, wide: int, bits: int) -> I32:
-    return (np.arange(width) // wide << bits).astype(np.int32)
-
-
-def _look_up(table: U16, index: I32, out: U16) -> None:
-    """``out`` = ``table[index]``. numpy would copy the index to 64 bits, and hold the interpreter lock meanwhile."""
+def _look_up(table: U16, places: I32, out: U16) -> None:
+    """``out`` = ``table[places]``. numpy would copy the places to 64 bits, and hold the interpreter lock meanwhile."""
     import torch
 
     entries = torch.from_numpy(table.reshape(-1).view(np.int16))
-    at, to = torch.from_numpy(index.reshape(-1)), torch.from_numpy(out.reshape(-1).view(np.int16))
-    for i in range(0, len(at), _GRAIN):
-        torch.index_select(entries, 0, at[i : i + _GRAIN], out=to[i : i + _GRAIN])
+    at, to = torch.from_numpy(places.reshape(-1)), torch.from_numpy(out.reshape(-1).view(np.int16))
+    torch.index_select(entries, 0, at, out=to)
 
 
-def _invert(table: U16, index: I32, out: U16) -> None:
+def _invert(table: U16, places: I32, out: U16) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
     spots = (table + (np.arange(len(table))[:, None] << 16)).reshape(-1)
     _own.inverse[spots] = _CODES[: len(spots)]
     try:
-        _look_up(_own.inverse, index, out)
+        _look_up(_own.inverse, places, out)
     finally:
         _own.inverse[spots] = _NONE

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
             raise _Cancelled
 
     waiting: deque[Future[T]] = deque()
-    with _frozen(), ThreadPoolExecutor(WORKERS) as pool:
+    with _frozen(), _alone(), ThreadPoolExecutor(WORKERS) as pool:
         try:
             for job in jobs:
                 waiting.append(pool.submit(job, alive))
@@ -60,6 +61,21 @@ def _frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep torch from sharing large operations among threads of its own: ours are at work already."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def batches(pieces: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
