@@ -1,4 +1,4 @@
-"""Acceptance as users meet it: accept, the columns of roundtrip and verify, floors and baselines, and what is refused."""
+"""Acceptance as users meet it: accept, columns of roundtrip and verify, floors, baselines, and what is refused."""
 
 from __future__ import annotations
 
