@@ -12,7 +12,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as given_
+from hypothesis import settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -20,12 +21,13 @@ from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
-from mtpcheck.fp8 import Coded, Dequantized, Grid, tables, values
+from mtpcheck.fp8 import Coded, Dequantized, Grid, Strange
 from mtpcheck.inspect import inspect
 from mtpcheck.megatron import Options
 from mtpcheck.move import read_plan
 from mtpcheck.plan import Plan
 from mtpcheck.proof import prove
+from mtpcheck.quantize import Given
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import TensorRef
 from mtpcheck.topology import Topology
@@ -40,37 +42,63 @@ RANKS = Options("local", topology=Topology(tp=2, etp=1, pp=2, ep=2, first=1))
 # ---- the arithmetic
 
 
-def scale_of(bits: int) -> np.float32:
-    return np.array([bits], np.uint32).view(np.float32)[0]
+def given(name: str, dtype: str, array: np.ndarray[Any, Any]) -> TensorRef:
+    return TensorRef(dtype, Plan.region(Given(name, array.tobytes()), 0, array.shape, array.itemsize))
 
 
-def test_values_of_all_codes_are_torch_s() -> None:
-    theirs = CODES.float().numpy()
-    assert np.array_equal(values(), theirs, equal_nan=True)
-    assert (np.signbit(values()) == np.signbit(theirs)).all()
+def all_codes(scales: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Grid]:
+    """A matrix with all 256 codes in every row, bits of its bf16 values, and its grid: a scale a row."""
+    codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
+    grid = Grid(given("scales", "F32", scales.astype(np.float32)[:, None]), (1, 256), codes.shape, "x")
+    plan = Plan.region(Dequantized(given("codes", "F8_E4M3", codes).plan, grid), 0, codes.shape, 2)
+    return np.frombuffer(read_plan(plan), np.uint16).reshape(codes.shape), grid
+
+
+def codes_of(values: np.ndarray[Any, Any], grid: Grid) -> np.ndarray[Any, Any]:
+    source = Coded(given("values", "BF16", values).plan, grid)
+    return np.frombuffer(read_plan(Plan.region(source, 0, values.shape, 1)), np.uint8).reshape(values.shape)
 
 
 @pytest.mark.parametrize("exponent", range(256))
-def test_all_codes_under_scales_of_every_exponent(exponent: int) -> None:
-    """Values are torch's; from 2^-124 to 2^118 no two codes have one value, and below and above it is known."""
-    for mantissa in (0, 1, 0x2AAAAA, 0x400000, 0x7FFFFE, 0x7FFFFF):
-        scale = scale_of(exponent << 23 | mantissa)
-        ours = tables(np.array([scale]))[0]
-        theirs = (CODES.float() * torch.tensor(scale)).bfloat16()
-        number = ~torch.isnan(theirs).numpy()
-        assert (ours[number] == theirs.view(torch.int16).numpy().view(np.uint16)[number]).all()
-        assert np.isnan(theirs.float().numpy()[~number]).all()
-        distinct = len(np.unique(ours))
-        assert distinct == 256 if 3 <= exponent <= 245 else distinct <= 256
+@pytest.mark.parametrize("sign", [0, 1])
+def test_all_codes_under_scales_of_every_exponent(exponent: int, sign: int) -> None:
+    """Values are torch's; from 2^-124 to 2^118 no two codes have one value, and every code comes back."""
+    mantissas = np.array([0, 1, 0x2AAAAA, 0x400000, 0x7FFFFE, 0x7FFFFF], np.uint32)
+    scales = (mantissas | np.uint32(exponent << 23 | sign << 31)).view(np.float32)
+    ours, grid = all_codes(scales)
+    theirs = (CODES.float() * torch.from_numpy(scales)[:, None]).bfloat16()
+    number = ~torch.isnan(theirs).numpy()
+    assert (ours[number] == theirs.view(torch.int16).numpy().view(np.uint16)[number]).all()
+    assert ((ours[~number] & 0x7FFF) == 0x7FFF).all()
+    exact = not sign and 3 <= exponent <= 245
+    assert grid.collapsed == (not exact)
+    for row in ours:
+        assert len(np.unique(row)) == 256 if exact else len(np.unique(row)) <= 256
+    if exact:
+        assert (codes_of(ours, grid) == np.arange(256)).all()
 
 
 @settings(deadline=None)
-@given(st.integers(0, (1 << 32) - 1))
-def test_every_code_comes_back_under_any_scale_in_range(bits: int) -> None:
-    exponent = bits >> 23 & 0xFF
-    table = tables(np.array([scale_of(bits)]))[0]
-    if 3 <= exponent <= 245:
-        assert len(np.unique(table)) == 256
+@given_(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=40))
+def test_every_code_comes_back_under_any_scale_in_range(drawn: list[int]) -> None:
+    bits = np.array([b for b in drawn if 3 <= b >> 23 <= 245] or [0x3F800000], np.uint32)
+    ours, grid = all_codes(bits.view(np.float32))
+    assert (codes_of(ours, grid) == np.arange(256)).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**-124, 3e-5, 1.0, 1.7, 2.0**118])
+def test_no_value_but_those_of_codes_is_coded(scale: float) -> None:
+    """Of all 65,536 bf16 numbers just those pass that a code gives."""
+    ours, _ = all_codes(np.array([scale]))
+    values = np.arange(1 << 16, dtype=np.uint16)[None]
+    grid = Grid(given("scale", "F32", np.array([[scale]], np.float32)), (1, 1 << 16), values.shape, "x")
+    source = Coded(given("values", "BF16", values).plan, grid)
+    assert source.strangers(0, 1) == (1 << 16) - 256
+    with pytest.raises(Strange, match="x"):
+        read_plan(Plan.region(source, 0, values.shape, 1))
+    own = ours.reshape(1, -1)
+    grid = Grid(given("scale", "F32", np.array([[scale]], np.float32)), (1, 256), own.shape, "x")
+    assert Coded(given("values", "BF16", own).plan, grid).strangers(0, 1) == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 24), (41, 25), (39, 23), (80, 7), (5, 100)])
