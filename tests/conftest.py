@@ -118,16 +118,23 @@ def yard(copy_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.Mon
     return make
 
 
+def _without_acceptance(arguments: tuple[object, ...], wanted: bool = False) -> list[str]:
+    given = [str(argument) for argument in arguments]
+    skip = given[:1] == ["roundtrip"] and not wanted and "--no-acceptance" not in given and "--help" not in given
+    return [*given[:1], *["--no-acceptance"] * skip, *given[1:]]
+
+
 @pytest.fixture
 def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """``cli(*arguments)``: run mtpcheck in this process, at 80 columns."""
+    """``cli(*arguments)``: run mtpcheck in this process, at 80 columns; a round trip without acceptance, which takes
+    seconds, unless ``acceptance`` is set."""
     from mtpcheck.cli import run
 
     monkeypatch.setenv("COLUMNS", "80")
 
-    def call(*arguments: object) -> Outcome:
+    def call(*arguments: object, acceptance: bool = False) -> Outcome:
         capfd.readouterr()
-        code = run([str(argument) for argument in arguments])
+        code = run(_without_acceptance(arguments, acceptance))
         return Outcome(code, *capfd.readouterr())
 
     return call
@@ -135,11 +142,11 @@ def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> C
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """``started(*arguments)``: mtpcheck in a process of its own; none outlives the test."""
+    """``started(*arguments)``: mtpcheck in a process of its own, which none outlives; likewise without acceptance."""
     running: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "mtpcheck", *map(str, arguments)]
+        command = [sys.executable, "-m", "mtpcheck", *_without_acceptance(arguments)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         running.append(subprocess.Popen(command, env={**os.environ, **environment}, **pipes))
         return running[-1]

@@ -213,7 +213,7 @@ def test_a_model_that_transformers_lacks(cli: Cli, tmp_path: Path, monkeypatch: 
     from mtpcheck import family
 
     monkeypatch.setattr(family.Family, "trunk_type", property(lambda self: "unheard_of"))
-    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp")
+    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", acceptance=True)
     assert outcome.code == 2 and outcome.out.splitlines()[-1] == "COULD NOT JUDGE: acceptance"
     assert "no language model of type 'unheard_of'" in outcome.out
     assert cli("roundtrip", FIXTURES / "qwen2_mtp", "--no-acceptance").code == 0
@@ -253,7 +253,7 @@ def test_without_a_tokenizer_text_cannot_be_run(cli: Cli, tmp_path: Path) -> Non
     (folder / "tokenizer.json").unlink()
     outcome = cli("accept", folder)
     assert outcome.code == 2 and "tokenizer.json is missing" in outcome.err
-    outcome = cli("roundtrip", folder)
+    outcome = cli("roundtrip", folder, acceptance=True)
     assert outcome.code == 2 and "could not judge: " in outcome.out and "tokenizer.json is missing" in outcome.out
 
 
@@ -269,7 +269,7 @@ def test_a_megatron_checkpoint_of_others_takes_what_it_lacks_from_like(tmp_path:
 
 
 def test_once_runs_the_source_alone(cli: Cli) -> None:
-    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", "--acceptance", "once", "--json")
+    outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", "--acceptance", "once", "--json", acceptance=True)
     assert [column["label"] for column in json.loads(outcome.out)["acceptance"]] == ["source"]
 
 
