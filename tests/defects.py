@@ -226,8 +226,8 @@ def _given(name: str, value: Tensor) -> TensorRef:
     return TensorRef(dtype, Plan.region(Given(name, raw), 0, tuple(value.shape), value.element_size()))
 
 
-def drafts_of(checkpoint: Checkpoint, tensor_map: TensorMap) -> Column:
-    workloads = read_workloads(checkpoint, tensor_map, Probing().files)
+def drafts_of(checkpoint: Checkpoint, tensor_map: TensorMap, probing: Probing | None = None) -> Column:
+    workloads = read_workloads(checkpoint, tensor_map, (probing or Probing()).files)
     return probe("", checkpoint, tensor_map, workloads, Silent())
 
 
