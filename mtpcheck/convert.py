@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.topology import check_ranks
+from mtpcheck.encoding import block_of
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.export import padding_findings, write_hf
 from mtpcheck.manifest import Manifest
@@ -74,8 +75,12 @@ def convert(
         raise UsageError(f"{source} is an HF checkpoint already")
     if options.fp8 == ("keep" if to == "hf" else "requantize"):
         raise UsageError(f"--fp8 {options.fp8} is for the other direction; this one writes {to}")
+    if like is not None and to != "hf":
+        raise UsageError(f"--like lends its form to a Hugging Face export; this conversion writes {to}")
     if like is not None:
         opened = replace(opened, manifest=lent_form(opened, Path(like)))
+    if options.fp8 == "requantize" and (opened.manifest is None or block_of(opened.manifest.config) is None):
+        raise UsageError("--fp8 requantize: nothing says that this was FP8; --like a checkpoint that is")
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
@@ -94,17 +99,21 @@ def convert(
 
 
 def lent_form(source: Checkpoint, like: Path) -> Manifest:
-    """The form of ``like``. Copies that differ from what they repeat there cannot be lent: they would be weights."""
+    """The form of ``like``. Copies that differ from what they repeat there cannot be lent: they would be weights.
+
+    What the source itself has kept beside it stays its own.
+    """
     if source.layout == "hf":
         raise UsageError(f"{source.path}: is an HF checkpoint and has a form of its own; --like lends one to an export")
     lender = open_checkpoint(like)
     if lender.hf is None:
         if lender.manifest is None:
             raise UsageError(f"{like}: a Megatron checkpoint that mtpcheck did not make has no form to lend")
-        return lender.manifest
+        return replace(lender.manifest, aside=source.manifest.aside) if source.manifest else lender.manifest
     tensor_map = read_tensor_map(lender)
     headers = {shard.file: shard.header for shard in lender.hf.shards}
-    return Manifest(lender.folder, tensor_map.family, headers, copy_states(tensor_map), lender.hf.others)
+    own = source.manifest.aside if source.manifest else {}
+    return Manifest(lender.folder, tensor_map.family, headers, copy_states(tensor_map), lender.hf.others, own)
 
 
 # ---- before anything is written

@@ -239,7 +239,7 @@ def _matching(what: str, regex: str, text: str, excluded: bool = True) -> Rule:
 
 def _regex(what: str, regex: str) -> re.Pattern[str]:
     """A regex of an untrusted file. Refused is what could take for ever: a repeated group, many repeats."""
-    repeats = len(re.findall(r"(?<!\\)[*+]", re.sub(r"(?:\.\*)+", ".*", regex)))
+    repeats = len(re.findall(r"(?<![\\(])[*+?{]", re.sub(r"(?:\.\*)+", ".*", regex)))
     if len(regex) > _LONGEST or repeats > _REPEATS or re.search(r"(?<!\\)\)[*+{]", regex):
         raise FormatError(f"{what}: the regex {regex[:80]!r} is longer or repeats more than any that is needed")
     try:

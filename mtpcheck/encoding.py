@@ -52,7 +52,7 @@ def block_of(config: Mapping[str, Any] | None) -> tuple[int, int] | None:
         return WHOLE
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         return None
-    return block[0], block[1]
+    return min(block[0], WHOLE[0]), min(block[1], WHOLE[1])
 
 
 def decode(checkpoint: Checkpoint) -> Decoded:
@@ -136,13 +136,15 @@ def decode_parts(tensor_map: TensorMap, aside: Mapping[str, TensorRef], config: 
     return replace(tensor_map, parts=parts, encoded=encoded, findings=(*tensor_map.findings, *findings))
 
 
-def aside_of(encoded: Mapping[str, Encoded], keep: bool) -> dict[str, TensorRef]:
+def aside_of(tensor_map: TensorMap, keep: bool) -> dict[str, TensorRef]:
     """What Megatron cannot hold: every scale, and, unless it holds the codes themselves, those of tensors of which
-    bf16 cannot tell two codes apart."""
+    bf16 cannot tell two codes apart. Of copies, which it leaves out, it holds no codes."""
     kept: dict[str, TensorRef] = {}
-    for name, own in encoded.items():
+    model = tensor_map.model
+    copies = {row.name for row in model.rows if all(part in model.copies for part in row.parts)}
+    for name, own in tensor_map.encoded.items():
         kept.update(own.beside)
-        if not keep and own.grid.collapsed:
+        if own.grid.collapsed and (not keep or name in copies):
             kept[name] = own.codes
     return kept
 
@@ -154,8 +156,8 @@ def aside_of(encoded: Mapping[str, Encoded], keep: bool) -> dict[str, TensorRef]
 class CodedAgain:
     """Tensors of an export, with codes and scales in place of values wherever kept scales still give all of them.
 
-    ``trained``: tensors that were codes, and how many of their values no code gives. ``bare``: those that no scales
-    were kept for. Both are still bf16.
+    ``trained``: tensors that were codes, and how many of their values no code gives. ``bare``: those whose codes cannot
+    be told from what was kept. Both are still what Megatron holds.
     """
 
     tensors: Mapping[str, TensorRef]
@@ -183,7 +185,12 @@ def code_again(
         try:
             if values is None or values.dtype != "BF16":
                 raise FormatError(f"{name} is not bf16")
-            own = _encoded(name, aside.get(name) or values, aside, block)
+            codes = aside.get(name)
+            if codes is not None and (codes.dtype, codes.shape) != (CODES, values.shape):
+                raise FormatError(f"{name}: what was kept are no codes of it")
+            own = _encoded(name, codes or values, aside, block)
+            if codes is None and own.grid.collapsed:
+                raise FormatError(f"{name}: its scales do not tell codes apart")
         except FormatError:
             bare.append(name)
             continue

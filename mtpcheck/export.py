@@ -151,7 +151,8 @@ def _as_source(
     entries = {name: entry for raw in manifest.headers.values() for name, entry in header_entries(raw).items()}
     dtypes = {name: dtype for name, (dtype, _, _) in entries.items()}
     block = block_of(manifest.config)
-    declared, findings = as_declared(tensors, dtypes, manifest.aside, progress)
+    values = {name: "BF16" if dtype == CODES else dtype for name, dtype in dtypes.items()}
+    declared, findings = as_declared(tensors, values, manifest.aside, progress)
     if block is None:
         return _Encoded(declared, (), tuple(findings))
     for name, own in tensor_map.encoded.items():
@@ -178,7 +179,7 @@ def _anew(encoded: _Encoded, dtypes: Mapping[str, str], manifest: Manifest, bloc
         tensors[name], tensors[scale] = made
         tensors.update({n: manifest.aside[n] for n in activation_names(name) if n in manifest.aside})
     if plain:
-        what = "NaN or infinity, which cannot be quantized anew; written as bf16"
+        what = "NaN, infinity or too large, so not quantized anew; written as Megatron holds it"
         findings.append(warning("quantization.trained", _some(plain), what))
     if done := [name for name in encoded.plain if name not in plain]:
         what = "quantized anew, with new scales: values are rounded"
@@ -192,7 +193,8 @@ def _declare_plain(config: dict[str, Any], tensors: Mapping[str, TensorRef], pla
         del config["quantization_config"]
     elif plain:
         declared = dict(config["quantization_config"])
-        listed = declared.get("modules_to_not_convert") or []
+        before = declared.get("modules_to_not_convert")
+        listed = before if isinstance(before, list) else []
         modules = (name.removesuffix(".weight") for name in plain)
         declared["modules_to_not_convert"] = [*listed, *(m for m in modules if m not in listed)]
         config["quantization_config"] = declared
@@ -204,7 +206,7 @@ def _some(names: list[str] | tuple[str, ...]) -> str:
 
 def _of_bare(names: tuple[str, ...]) -> Iterator[Finding]:
     if names:
-        what = "no scales were kept for them; they are written as bf16"
+        what = "what was kept does not tell their codes; they are written as Megatron holds them"
         yield warning("quantization.trained", _some(names), what, todo="--fp8 requantize would quantize them anew")
 
 

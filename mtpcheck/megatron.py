@@ -24,7 +24,7 @@ from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, note
 from mtpcheck.roles import Experts, Spec
 from mtpcheck.rows import Row
-from mtpcheck.tensormap import TensorMap
+from mtpcheck.tensormap import TensorMap, TensorRef
 from mtpcheck.topology import Topology
 
 Fp8 = Literal["dequantize", "keep", "requantize"]
@@ -117,7 +117,8 @@ def write_megatron(
         write_manifest(target, source.folder, source.hf, tensor_map.family, states)
         findings += _write_aside(source, tensor_map, target / FOLDER, options, progress)
     elif source.manifest is not None:
-        shutil.copytree(source.manifest.root.parent, target / FOLDER)
+        shutil.copytree(source.manifest.root.parent, target / FOLDER, ignore=shutil.ignore_patterns(ASIDE))
+        findings += _write_aside(source, tensor_map, target / FOLDER, options, progress)
     (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
     return findings
 
@@ -155,12 +156,14 @@ def _write_aside(
     from mtpcheck.layouts.hf_writer import Form, write_shards
 
     keep = options.fp8 == "keep"
-    coded = aside_of(tensor_map.encoded, keep)
+    coded = aside_of(tensor_map, keep)
     dialect = load_dialect()
     fp32 = {part for row in rows_of(tensor_map, "torch_dist", options).rows
             if (role := dialect.address(row.name).role) and role.fp32 for part in row.parts}  # fmt: skip
-    wide = {name: source.tensors[name] for name in sorted(rounded_by_megatron(tensor_map, fp32))}
-    kept = {**coded, **wide}
+    wide, before = dict[str, TensorRef](), source.manifest.aside if source.manifest else {}
+    if source.hf is not None:
+        wide = {name: source.tensors[name] for name in sorted(rounded_by_megatron(tensor_map, fp32))}
+    kept = {**before, **coded, **wide}
     if not kept:
         return []
     write_shards(folder, Form({ASIDE: make_header(kept.items())}, None), kept, progress)

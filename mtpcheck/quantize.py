@@ -86,7 +86,8 @@ def _floats(values: Plan, first: int, end: int) -> F32:
 
 
 def quantize(name: str, ref: TensorRef, block: tuple[int, int], powers: bool) -> tuple[TensorRef, TensorRef] | None:
-    """Codes and scales of a bf16 matrix; None if it is no matrix, or holds NaN or infinity, which have no code.
+    """Codes and scales of a bf16 matrix; None if it is none, or holds NaN, infinity, or what its codes would round to
+    infinity.
 
     Reads it once, for the scales; the codes are computed when they are read.
     """
@@ -104,6 +105,8 @@ def quantize(name: str, ref: TensorRef, block: tuple[int, int], powers: bool) ->
     if powers:
         grid = np.exp2(np.ceil(np.log2(grid.astype(np.float64)))).astype(np.float32)
     grid = np.where(largest == 0, np.float32(1), grid)
+    if (grid >= 2.0**119).any():  # then codes give infinity, see docs/fp8.md
+        return None
     shape: Shape = () if block == WHOLE else grid.shape
     codes = Plan.region(Quantized(ref.plan, grid, block, name), 0, ref.shape, 1)
     scales = Plan.region(Given(f"new scales of {name}", grid.tobytes()), 0, shape, 4)

@@ -14,7 +14,7 @@ from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
 from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.topology import check_ranks, explain
-from mtpcheck.checks.values import compare_maps, compare_stored
+from mtpcheck.checks.values import compare_copies, compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
 from mtpcheck.draft.probe import Probing, run_all
 from mtpcheck.encoding import as_codes
@@ -154,7 +154,7 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right, found = _maps(a, b, only_mtp)
-    found += of_group(right.findings, "values")
+    found += [*of_group(right.findings, "values"), *compare_copies(left, right)]
     if common := left.encoded.keys() & right.encoded.keys():  # codes and scales say more than their products
         before, after = ({s: r for name in common for s, r in m.encoded[name].beside.items()} for m in (left, right))
         found += [with_cause(f, before, after) for f in compare_stored(before, after, Silent())]
@@ -270,7 +270,9 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
     """The same map with MTP layers alone, and the tensors that these repeat."""
     repeated = {original for part, original in tensor_map.copies.items() if is_mtp(part)}
     parts = {part: ref for part, ref in tensor_map.parts.items() if is_mtp(part) or part in repeated}
-    return replace(tensor_map, parts=parts, padding={})
+    own = {row.name for row in tensor_map.model.rows if any(part in parts for part in row.parts)}
+    encoded = {name: encoding for name, encoding in tensor_map.encoded.items() if name in own}
+    return replace(tensor_map, parts=parts, padding={}, encoded=encoded)
 
 
 def _mtp_names(tensor_map: TensorMap) -> set[str]:

@@ -138,7 +138,7 @@ def test_without_kept_scales_an_export_is_bf16_and_says_so(source: Path, tmp_pat
 def blocks() -> Iterator[torch.Tensor]:
     drawn = torch.Generator().manual_seed(1)
     for shape in ((1, 1), (40, 24), (41, 25), (79, 100), (3, 24)):
-        for scale in (0.0, 1e-38, 1e-6, 1.0, 3e38):
+        for scale in (0.0, 1e-38, 1e-6, 1.0, 1e38):
             yield (torch.randn(shape, generator=drawn).clamp(-1, 1) * scale).bfloat16()
 
 
@@ -156,6 +156,11 @@ def test_quantized_anew_and_back_is_within_half_a_step_of_every_value(powers: bo
         assert (
             (codes * scales - values.double()).abs() <= (values.double().abs() / 16).clamp(min=scales * 2**-9)
         ).all()
+
+
+def test_values_whose_codes_would_be_infinite_are_not_quantized() -> None:
+    raw = torch.full((2, 2), 3.3e38).bfloat16().view(torch.int16).numpy().tobytes()
+    assert quantize("x", TensorRef("BF16", Plan.region(Given("x", raw), 0, (2, 2), 2)), (40, 24), True) is None
 
 
 # ---- codes in Megatron
@@ -216,6 +221,138 @@ def test_a_tensor_half_codes_half_bf16_cannot_be_kept(source: Path, tmp_path: Pa
     assert roundtrip(folder).verdict == "holds"
     with pytest.raises(UnsupportedError, match="joins tensors of different dtypes"):
         roundtrip(folder, options=Options(fp8="keep"))
+
+
+COLLAPSED = 1e-40
+
+
+def collapse(folder: Path, name: str = O_PROJ) -> Path:
+    """One scale so small that bf16 cannot tell codes apart."""
+    rewrite(folder, lambda t: t[name + "_scale_inv"].fill_(COLLAPSED) if name in t else None)
+    return folder
+
+
+def test_codes_that_values_do_not_tell_survive_every_way_through_megatron(source: Path, tmp_path: Path) -> None:
+    made = collapse(Path(shutil.copytree(source, tmp_path / "source")))
+    convert(made, tmp_path / "kept", options=Options(fp8="keep"))
+    convert(tmp_path / "kept", tmp_path / "values", "torch")
+    convert(tmp_path / "values", tmp_path / "hf")
+    assert sha256(tmp_path / "hf") == sha256(made)
+
+
+def test_codes_that_nothing_tells_are_never_guessed(source: Path, tmp_path: Path) -> None:
+    made = collapse(Path(shutil.copytree(source, tmp_path / "source")))
+    convert(made, tmp_path / "values", "torch")
+    (aside,) = (tmp_path / "values").rglob("aside.safetensors")
+    kept = load_file(aside)
+    edits: list[Callable[[dict[str, torch.Tensor]], Any]] = [
+        lambda t: t.pop(O_PROJ),
+        lambda t: t.update({O_PROJ: t[O_PROJ][1:].clone()}),
+        lambda t: t.update({O_PROJ: t[O_PROJ].view(torch.uint8)}),
+    ]
+    for edit in edits:
+        tensors = dict(kept)
+        edit(tensors)
+        save_file(tensors, aside)
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        converted = convert(tmp_path / "values", tmp_path / "hf")
+        assert of_check(converted, "quantization.trained") == [O_PROJ]
+        assert tensors_of(tmp_path / "hf")[O_PROJ].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("fp8", ["dequantize", "keep"])
+@pytest.mark.parametrize("scale", [0.01, COLLAPSED])
+def test_copies_in_fp8_come_back(fp8: Any, scale: float, source: Path, tmp_path: Path) -> None:
+    """An MTP layer's embedding and head, which Megatron leaves out, as codes like those they repeat."""
+    made = Path(shutil.copytree(source, tmp_path / "source"))
+    copies = {"model.embed_tokens.weight", "lm_head.weight", "model.layers.3.embed_tokens.weight",
+              "model.layers.3.shared_head.head.weight"}  # fmt: skip
+
+    def code(tensors: dict[str, torch.Tensor]) -> None:
+        for name in copies & tensors.keys():
+            tensors[name] = torch.arange(tensors[name].numel()).to(torch.uint8).reshape(tensors[name].shape)
+            grid = [-(-n // edge) for n, edge in zip(tensors[name].shape, coded.BLOCK, strict=True)]
+            tensors[name] = tensors[name].view(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = torch.full(grid, scale)
+
+    rewrite(made, code)
+    coded.index_again(made)
+    report = roundtrip(made, options=Options(fp8=fp8), keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.failures
+    assert sha256(tmp_path / "kept" / "hf") == sha256(made)
+
+
+def test_like_lends_no_scales_to_a_checkpoint_that_has_its_own(source: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    rewrite(other, lambda t: [t[n].mul_(3) for n in t if n.endswith("_scale_inv")])
+    for fp8 in ("keep", "dequantize"):
+        convert(source, tmp_path / f"own-{fp8}", options=Options(fp8=fp8))
+        convert(other, tmp_path / f"other-{fp8}", options=Options(fp8=fp8))
+        for number, like in enumerate((tmp_path / f"other-{fp8}", source)):
+            convert(tmp_path / f"own-{fp8}", tmp_path / f"hf-{fp8}-{number}", like=like)
+            assert sha256(tmp_path / f"hf-{fp8}-{number}") == sha256(source)
+
+
+def test_like_is_for_exports(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "m")
+    with pytest.raises(UsageError, match="--like lends its form to a Hugging Face export"):
+        convert(tmp_path / "m", tmp_path / "n", "torch", like=source)
+
+
+def test_requantize_needs_a_reason(tmp_path: Path) -> None:
+    convert(FIXTURES / "glm4_moe", tmp_path / "m")
+    with pytest.raises(UsageError, match="nothing says that this was FP8"):
+        convert(tmp_path / "m", tmp_path / "hf", options=Options(fp8="requantize"))
+
+
+def test_codes_that_megatron_held_as_fp32_come_back(source: Path, tmp_path: Path) -> None:
+    def widen(model: dict[str, Any]) -> None:
+        model[IN_MEGATRON] = model[IN_MEGATRON].float()
+
+    convert(source, tmp_path / "import", "torch", options=Options("local"))
+    saved_by_megatron(tmp_path / "import", tmp_path / "saved", widen)
+    convert(tmp_path / "saved", tmp_path / "hf", like=tmp_path / "import")
+    assert sha256(tmp_path / "hf") == sha256(source)
+
+
+def test_codes_joined_with_fp32_come_back(source: Path, tmp_path: Path) -> None:
+    """megatron-core stacks the experts: one is plain fp32, and declared so, the others are codes."""
+    made = Path(shutil.copytree(source, tmp_path / "mixed"))
+    expert = "model.layers.3.mlp.experts.1"
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(expert + ".")]:
+            if name.endswith("_scale_inv"):
+                del tensors[name]
+            else:
+                tensors[name] = torch.randn(tensors[name].shape)
+
+    rewrite(made, plain)
+    coded.index_again(made)
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = [expert]
+    (made / "config.json").write_text(json.dumps(config))
+    report = roundtrip(made, keep=tmp_path / "kept")
+    assert report.verdict == "holds", report.failures
+    assert sha256(tmp_path / "kept" / "hf") == sha256(made)
+
+
+def test_only_mtp_looks_at_no_scales_of_the_trunk(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "kept", options=Options(fp8="keep"))
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    rewrite(other, lambda t: t[name].mul_(2) if name in t else None)
+    assert verify(other, tmp_path / "kept", only_mtp=True).verdict == "holds"
+    assert verify(other, tmp_path / "kept").verdict == "fails"
+
+
+def test_a_block_of_any_size_is_a_block(source: Path, tmp_path: Path) -> None:
+    made = Path(shutil.copytree(source, tmp_path / "huge"))
+    config = json.loads((made / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [1, 10**30]
+    (made / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointFails, match="one scale for each block"):
+        convert(made, tmp_path / "m")
 
 
 @pytest.mark.parametrize(("fp8", "to"), [("requantize", "torch"), ("keep", "hf")])

@@ -32,6 +32,7 @@ class HollowShards:
         self.identical: set[str] = set()
 
     def __call__(self, file: str, path: Path) -> Path | None:
+        self.identical.discard(file)  # an export may have to be written again
         original = self.source / file
         size = path.stat().st_size
         if not original.is_file() or original.stat().st_size != size:

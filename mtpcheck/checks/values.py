@@ -31,13 +31,9 @@ def compare_stored(
 def compare_maps(
     reference: TensorMap, candidate: TensorMap, progress: Progress, bits: bool = True, may_widen: bool = False
 ) -> Iterator[Finding]:
-    """Two checkpoints in any two layouts, part by part. A part that one lacks is a finding of its own map,
-    unless it repeats another: then it is looked at here. Without ``bits`` dtypes and shapes are compared alone.
-    ``may_widen``: the candidate chooses dtypes of its own, as Megatron does, and F32 holds all values of the others."""
-    for having, lacking in ((reference, candidate), (candidate, reference)):
-        for part, ref in having.parts.items():
-            if part not in lacking.parts and part in having.copies:
-                yield from _lost_copy(having, part, ref)
+    """Two checkpoints in any two layouts, part by part. A part that one lacks is a finding of its own map, or of
+    ``compare_copies``. Without ``bits`` dtypes and shapes are compared alone. ``may_widen``: the candidate chooses
+    dtypes of its own, as Megatron does, and F32 holds all values of the others."""
     both = {part: reference.names[part] for part in reference.parts if part in candidate.parts}
     left, right = dict(reference.parts), candidate.parts
     for part in both if may_widen else ():
@@ -50,6 +46,14 @@ def compare_maps(
         if part in reference.padding and differs(ref, reference.padding[part]):
             what = "rows beyond the vocabulary differ, which no loader reads"
             yield warning("values.padding", candidate.names[part], what)
+
+
+def compare_copies(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
+    """Parts that repeat another, and that one of two checkpoints leaves out."""
+    for having, lacking in ((reference, candidate), (candidate, reference)):
+        for part, ref in having.parts.items():
+            if part not in lacking.parts and part in having.copies:
+                yield from _lost_copy(having, part, ref)
 
 
 def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
