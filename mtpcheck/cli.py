@@ -133,6 +133,8 @@ def verify(
 
     def judge() -> Report:
         show = show_progress(as_json, quiet)
+        if workload and not acceptance:
+            raise UsageError("--workload says what to draft on: add --acceptance")
         probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
         return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration, probing)
 
@@ -183,6 +185,8 @@ def roundtrip(
 
     def judge() -> Report:
         options = _options(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value)
+        if workload and (plan or no_acceptance):
+            raise UsageError("--workload says what to draft on, and nothing is run")
         if plan:
             return prove(ckpt, family, options, workdir, allow_no_mtp, middle, iteration)
         show = show_progress(as_json, quiet)

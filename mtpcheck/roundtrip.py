@@ -17,7 +17,7 @@ from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.convert import check_convertible, convert, other_layout
-from mtpcheck.draft.probe import Column, Probing, run_all
+from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import CheckpointFails, UsageError
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
@@ -76,7 +76,9 @@ def roundtrip(
             sides = Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map)
             _judge(report, *sides, identical, show_progress)
             report.include((*out.findings, *home.findings))
-            if probing is not None:
+            if probing is not None and not a_map.facts["mtp_stored"]:
+                report.skip("acceptance", "there is no MTP layer that could draft")
+            elif probing is not None:
                 judge_acceptance(report, lambda: _columns(*sides, identical, probing, show_progress))
             if keep is None:  # the folder is gone when the report is read
                 where = f"{folder}/"
@@ -86,8 +88,10 @@ def roundtrip(
             report.add(group, of_group(error.findings, group), "the conversion stopped here")
     if probing is None:
         report.skip("acceptance", "the model was not run")
-    elif not report.acceptance:
+    elif all(check.group != "acceptance" for check in report.checks):
         report.could_not("acceptance", "there is nothing to run")
+    if report.acceptance and probing is not None and probing.columns == "once":
+        report.notes.append("acceptance: the source alone was run")
     return report
 
 
@@ -101,7 +105,8 @@ def _columns(
     whole = a.hf is not None and identical >= {shard.file for shard in a.hf.shards}
     if not whole:
         named.append(("result", _filled(result, source, identical)))
-    columns = run_all([(name, side.checkpoint, side.tensor_map) for name, side in named], probing, show)
+    workloads = read_workloads(a, source.tensor_map, probing.files)
+    columns = run_all([(name, side.checkpoint, side.tensor_map) for name, side in named], workloads, probing, show)
     if whole and probing.columns == "all" and c.config == a.config:
         columns.append(replace(columns[0], label="result", same_as="source"))
     return columns

@@ -16,7 +16,7 @@ from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_copies, compare_maps, compare_stored
 from mtpcheck.dialect import load_dialect
-from mtpcheck.draft.probe import Probing, run_all
+from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.encoding import as_codes
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.family import load_family
@@ -70,10 +70,16 @@ def verify(
         report.skip("files", "tokenizer and other files were not looked at")
     if probing is None:
         report.skip("acceptance", "the models were not run (--acceptance)")
+    elif not a_map.facts["mtp_stored"]:
+        report.skip("acceptance", "there is no MTP layer that could draft")
     else:
         named = [("reference", sides[0]), ("candidate", sides[1])]
         subjects = [(label, side.checkpoint, side.tensor_map) for label, side in named]
-        judge_acceptance(report, lambda: run_all(subjects, probing, show_progress), same=values == "exact")
+
+        def measure() -> list[Column]:
+            return run_all(subjects, read_workloads(a, a_map, probing.files), probing, show_progress)
+
+        judge_acceptance(report, measure, same=values == "exact")
     return report
 
 

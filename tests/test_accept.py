@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,21 +183,88 @@ def test_a_baseline_is_recorded_once_and_held_against(cli: Cli, tmp_path: Path) 
     assert file.read_bytes() == recorded
 
 
-def test_a_dead_head_is_no_baseline(tmp_path: Path, some: Probing) -> None:
-    dead = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "dead"))
-    edit_tensors(dead / "model.safetensors", lambda t: t["mtp.fc.weight"].zero_())
-    report = accept(dead, probing=some)
-    assert {f.check for f in report.failures} == {"acceptance.dead"}
-    with pytest.raises(UsageError, match="not recorded"):
-        accept(dead, probing=some, baseline=tmp_path / "baseline.json")
-    with pytest.raises(UsageError, match="not recorded"):
-        accept(FIXTURES / "qwen2_mtp", probing=some, minimum=0.99, baseline=tmp_path / "baseline.json")
-    assert not (tmp_path / "baseline.json").exists()
+@pytest.fixture
+def dead(tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "dead"))
+    edit_tensors(folder / "model.safetensors", lambda t: t["mtp.fc.weight"].zero_())
+    return folder
+
+
+def test_what_fails_is_no_baseline(dead: Path, tmp_path: Path, some: Probing) -> None:
+    for source, minimum in ((dead, None), (FIXTURES / "qwen2_mtp", 0.99)):
+        report = accept(source, probing=some, minimum=minimum, baseline=tmp_path / "baseline.json")
+        assert report.exit_code == 1 and report.notes[-1].endswith("not recorded, since this does not hold")
+        assert not (tmp_path / "baseline.json").exists()
+
+
+def test_a_baseline_lies_in_no_checkpoint(cli: Cli, copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("qwen2_mtp")
+    outcome = cli("accept", folder, "--baseline", folder / "base.json")
+    assert outcome.code == 2 and "lies inside a checkpoint" in outcome.err
+    assert cli("accept", folder, "--baseline", folder.parent).code == 2
+
+
+def test_a_dead_second_head_is_found(tmp_path: Path, some: Probing) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "llama_mtp", tmp_path / "x"))
+    for path in folder.glob("*.safetensors"):
+        edit_tensors(path, lambda t: t["mtp.layers.1.fc.weight"].zero_() if "mtp.layers.1.fc.weight" in t else None)
+    (found,) = accept(folder, probing=some).failures
+    assert found.check == "acceptance.dead" and "depth 2" in found.message
+
+
+def test_what_headers_tell_is_told_by_accept_too(tmp_path: Path, some: Probing) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "x"))
+    edit_json(folder / "config.json", num_nextn_predict_layers=2)
+    assert {f.check for f in accept(folder, probing=some).failures} == {"declaration.count"}
+
+
+def fill(value: float, tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"].fill_(value)
+
+
+def test_a_candidate_whose_model_chooses_nothing_is_not_judged(tmp_path: Path, some: Probing) -> None:
+    for value in (0.0, float("nan")):
+        folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / f"x{value}"))
+        edit_tensors(folder / "model.safetensors", partial(fill, value))
+        report = verify(FIXTURES / "qwen2_mtp", folder, values="changed", probing=some)
+        assert report.exit_code == 2, report.findings
+
+
+def test_a_model_without_a_head_has_no_acceptance(tmp_path: Path, cli: Cli) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "x"))
+
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    edit_tensors(folder / "model.safetensors", without)
+    edit_json(folder / "config.json", num_nextn_predict_layers=0)
+    outcome = cli("roundtrip", folder, "--allow-no-mtp", acceptance=True)
+    assert outcome.code == 0 and "there is no MTP layer that could draft" in outcome.out
+    outcome = cli("verify", folder, folder, "--allow-no-mtp", "--acceptance")
+    assert outcome.code == 0 and "there is no MTP layer that could draft" in outcome.out
+
+
+def test_names_from_outside_are_text(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    file.write_bytes(Probing().files["chat"].read_bytes())
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "m[bold]x-with-a-name-that-is-long"))
+    outcome = cli("accept", folder, "--workload", f"x[/b]={file}")
+    assert outcome.code == 0 and "x[/b]" in outcome.out and "m[bold]x-wi…" in outcome.out
+
+
+def test_json_is_json_even_where_nothing_was_drafted(cli: Cli, tmp_path: Path) -> None:
+    """The second MTP layer drafts nothing for passages of two tokens."""
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"ids": [65, 66]}\n' * 600)
+    outcome = cli("accept", FIXTURES / "llama_mtp", "--workload", f"w={file}", "--json")
+    json.loads(outcome.out, parse_constant=lambda name: pytest.fail(name))
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [("{}", "no baseline that mtpcheck wrote"), ("[", "no baseline"), ('{"schema_version": 2}', "knows 1"),
+     ('{"schema_version": 1, "workloads": {}}', "KeyError"),
      ('{"schema_version": 1, "family": "llama", "workloads": {}}', "is of llama"),
      ('{"schema_version": 1, "family": "qwen2", "workloads": {}}', "was recorded on another prose")],
 )  # fmt: skip
@@ -210,9 +278,10 @@ def test_what_is_no_baseline_of_this_is_refused(content: str, told: str, tmp_pat
 
 
 def test_a_model_that_transformers_lacks(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mtpcheck import family
+    from mtpcheck.family import load_family
 
-    monkeypatch.setattr(family.Family, "trunk_type", property(lambda self: "unheard_of"))
+    unheard_of = replace(load_family("qwen2"), trunk_type="unheard_of")
+    monkeypatch.setattr("mtpcheck.draft.trunk.load_family", lambda name: unheard_of)
     outcome = cli("roundtrip", FIXTURES / "qwen2_mtp", acceptance=True)
     assert outcome.code == 2 and outcome.out.splitlines()[-1] == "COULD NOT JUDGE: acceptance"
     assert "no language model of type 'unheard_of'" in outcome.out
@@ -231,7 +300,9 @@ def test_a_failure_counts_for_more_than_what_could_not_be_judged(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("lines", "told"),
-    [("", "the workload is empty"), ('{"text": "ab"}', "too short to judge draft acceptance"),
+    [("", "the workload is empty"), ("{\"ids\": [" + "1, " * 5000 + "1]}", "expected at most 4,096: cut the passage"),
+     ('{"ids": [1, 2]}\n' * 400 + '{"ids": [' + "1, " * 4000 + "1]}", "cut the longest, or use fewer"),
+     ('{"text": "ab"}', "too short to judge draft acceptance"),
      ('{"ids": [1, 300]}', "id 300 is not in the model's vocabulary, 0 to 259"),
      ('{"texts": "ab"}', "expected {\"text\"")],
 )  # fmt: skip
@@ -246,6 +317,20 @@ def test_flags_of_workloads(cli: Cli) -> None:
     for text in ("own", "=x", "own="):
         outcome = cli("accept", FIXTURES / "qwen2_mtp", "--workload", text)
         assert outcome.code == 2 and f"--workload {text}: expected NAME=FILE" in outcome.err
+
+
+def test_workloads_for_what_is_not_run(cli: Cli) -> None:
+    for command in (("verify", FIXTURES / "mimo", FIXTURES / "mimo"), ("roundtrip", FIXTURES / "mimo", "--plan")):
+        outcome = cli(*command, "--workload", "a=b")
+        assert outcome.code == 2 and "--workload says what to draft on" in outcome.err
+
+
+def test_a_tokenizer_that_cannot_take_the_text(cli: Cli, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "qwen2_mtp", tmp_path / "x"))
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    edit_json(folder / "tokenizer.json", model=model, decoder=None, added_tokens=[])
+    outcome = cli("accept", folder)
+    assert outcome.code == 2 and "tokenizer cannot take this text" in outcome.err
 
 
 def test_without_a_tokenizer_text_cannot_be_run(cli: Cli, tmp_path: Path) -> None:

@@ -20,18 +20,20 @@ def judge_acceptance(report: Report, measure: Callable[[], list[Column]], same: 
     add_acceptance(report, columns, same)
 
 
-def add_acceptance(report: Report, columns: list[Column], same: bool = True) -> None:
-    """Judge columns: all of them alive, and, if they are to be the ``same``, with bit-equal draft logits."""
+def add_acceptance(report: Report, columns: list[Column], same: bool = True, more: Sequence[Finding] = ()) -> None:
+    """Judge columns: all of them alive, and, if they are to be the ``same``, with bit-equal draft logits. ``more``:
+    findings of the same group that the caller has made."""
     report.acceptance = columns
     first = columns[0].overall
     told = f"{first.depths[0].accepted:,} of {first.depths[0].drafted:,} drafts accepted; "
     told += f"mean acceptance length {first.mean_length:.2f}"
-    findings = list(check_same(columns)) if same else []
-    for column in columns:
-        if column is columns[0] or column.digests != columns[0].digests:
-            findings += check_alive(column)
-    if columns[0].verdict.alive is None and not findings:
-        report.could_not("acceptance", columns[0].verdict.unjudged)
+    findings = [*more, *(check_same(columns) if same else ())]
+    own = [column for column in columns if column is columns[0] or column.digests != columns[0].digests]
+    for column in own:
+        findings += check_alive(column)
+    unjudged = [f"{column.label}: {column.verdict.unjudged}" for column in own if column.verdict.alive is None]
+    if unjudged and not findings:
+        report.could_not("acceptance", "; ".join(unjudged))
     else:
         report.add("acceptance", findings, told)
 

@@ -17,6 +17,8 @@ FEWEST_DRAFTS = 512
 FEWEST_HARD = 64
 MARGIN = 1.5
 HARD_FLOOR = 0.10
+# no head can be asked for more than this
+MOST = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,11 @@ class Verdict:
 def judge(acceptance: Acceptance) -> Verdict:
     """Whether the first MTP layer drafts. Passages count as clusters where they differ more than chance would."""
     first, hard = acceptance.depths[0], acceptance.hard
-    limit = MARGIN * acceptance.baselines.floor
+    floor = acceptance.baselines.floor
+    limit = min(MARGIN * floor, (1 + floor) / 2)  # of text that half drafts itself, half of what is left
     if first.drafted < FEWEST_DRAFTS:
         return _unjudged(f"too few tokens to judge: needs {FEWEST_DRAFTS} drafts, got {first.drafted}")
-    if limit >= 1:
+    if limit >= MOST:
         return _unjudged(
             f"the text is too uniform to judge: {acceptance.baselines.floor:.0%} of it can be drafted without a head"
         )
@@ -60,8 +63,12 @@ def judge(acceptance: Acceptance) -> Verdict:
     if not acceptance.ablations:
         return _unjudged("the head was not run with parts of it taken out")
     rules = (
-        _above("A1", f"the acceptance rate is surely over {MARGIN} times the best rate without a head",
-               first.shrunk(acceptance.clustering).bounds[0], limit),
+        *(
+            _above("A1", f"drafts of depth {depth} are accepted surely more often than {limit:.0%}, "
+                   f"and {floor:.0%} are without a head",
+                   rate.shrunk(acceptance.clustering).bounds[0], limit)
+            for depth, rate in enumerate(acceptance.depths, start=1)
+        ),
         _above("A2", f"where drafting without a head fails, it is surely over {HARD_FLOOR:.0%}",
                hard.shrunk(acceptance.clustering).bounds[0], HARD_FLOOR),
         *(

@@ -29,7 +29,7 @@ def config_of(checkpoint: Checkpoint, tensor_map: TensorMap) -> dict[str, Any]:
     if missing := _lacking(load_family(tensor_map.family), config):
         raise UnsupportedError(
             f"could not judge: {checkpoint.path} does not tell {', '.join(missing)}, without which transformers cannot "
-            "run it; --like takes them from a checkpoint of the same model"
+            "run it; accept --like takes them from a checkpoint of the same model"
         )
     return config
 

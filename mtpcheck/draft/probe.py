@@ -87,9 +87,10 @@ def probe(
     return Column(label, own, overall, judge(overall), done.passages, done.touched, done.nbytes)
 
 
-def run_all(subjects: Sequence[Subject], probing: Probing, show_progress: bool) -> list[Column]:
-    """One column for each subject, all over the workloads of the first one's tokenizer."""
-    workloads = read_workloads(subjects[0][1], subjects[0][2], probing.files)
+def run_all(
+    subjects: Sequence[Subject], workloads: Sequence[Workload], probing: Probing, show_progress: bool
+) -> list[Column]:
+    """One column for each subject, all on the same ids."""
     columns = []
     for label, checkpoint, tensor_map in subjects[: 1 if probing.columns == "once" else None]:
         with bar(f"drafting, {label}", tensor_map.nbytes, show_progress) as progress:

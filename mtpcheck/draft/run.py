@@ -85,6 +85,8 @@ def run(engine: Engine, texts: Sequence[Sequence[int]], ablate: bool = True, kee
     for name, x in ablated.items():
         features[name] = (engine.heads[0].head, x, _shorter(lengths, 1))
     scored = _score(engine.weights, features, keep_logits)
+    if not scored["main"].finite:
+        raise UnsupportedError("could not judge: the model's logits are not finite, so it chooses no token")
     passages = tuple(_passage(scored, text, ablated, own) for text, own in enumerate(texts))
     touched = _touched(engine, ran | {part for part, _, _ in features.values()}, embedding_rows, ids.shape[1])
     return Run(passages, touched, engine.weights.nbytes)

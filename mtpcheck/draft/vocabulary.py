@@ -31,6 +31,8 @@ class Scored:
     choices: list[Ids]
     digests: list[str]
     logits: list[Floats] = field(default_factory=list)
+    finite: bool = True
+    """Whether every largest logit is a finite number."""
 
 
 def score(
@@ -66,6 +68,7 @@ def score(
             [row[:length].numpy() for row, length in zip(choice[name], lengths[name], strict=True)],
             [own.hexdigest() for own in hashes[name]],
             [np.concatenate(chunks, axis=-1) for chunks in kept[name]] if keep else [],
+            all(bool(row[:length].isfinite().all()) for row, length in zip(best[name], lengths[name], strict=True)),
         )
         for name in features
     }

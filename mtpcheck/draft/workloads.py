@@ -21,6 +21,10 @@ from mtpcheck.errors import FormatError, UsageError
 
 FORM = '{"text": "…"} or {"ids": [n, …]}'
 NAMES = ("prose", "code", "chat", "maths")
+LONGEST = 4096
+"""Tokens of a passage: attention takes memory by their square."""
+PADDED = 1 << 18
+"""Tokens of all passages, each as long as the longest: they run together."""
 
 Encode = Callable[[str], list[int]]
 
@@ -49,6 +53,8 @@ def read_workload(name: str, path: Path, encode: Encode, vocabulary: int) -> Wor
     Raises UsageError if the file cannot be read, and FormatError with file and line if it holds no passage, or one
     that is not of the form above, too short to draft for, or has ids that the model has no embedding for.
     """
+    if path.exists() and not path.is_file():
+        raise UsageError(f"workload {name}: {path} is no file")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -69,6 +75,12 @@ def need_enough(workloads: Iterable[Workload]) -> None:
         raise UsageError(
             f"{', '.join(workload.name for workload in workloads)}: too short to judge draft acceptance: expected "
             f"{FEWEST_DRAFTS} tokens after the first of their passages, got {drafts}; add text"
+        )
+    lengths = [len(passage) for workload in workloads for passage in workload.passages]
+    if (padded := len(lengths) * max(lengths)) > PADDED:
+        raise UsageError(
+            f"{len(lengths):,} passages, each padded to the longest with {max(lengths):,} tokens, are {padded:,} "
+            f"tokens, expected at most {PADDED:,}: cut the longest, or use fewer"
         )
 
 
@@ -109,6 +121,8 @@ def _passage(where: str, line: bytes, encode: Encode, vocabulary: int) -> Ids:
     outside = next((i for i in ids if not 0 <= i < vocabulary), None)
     if outside is not None:
         raise FormatError(f"{where}: id {outside} is not in the model's vocabulary, 0 to {vocabulary - 1}")
+    if len(ids) > LONGEST:
+        raise FormatError(f"{where}: {len(ids):,} tokens, expected at most {LONGEST:,}: cut the passage")
     if len(ids) < 2:
         raise FormatError(f"{where}: {len(ids)} token(s), and a draft is made knowing 2")
     return np.array(ids, np.int64)
@@ -116,8 +130,12 @@ def _passage(where: str, line: bytes, encode: Encode, vocabulary: int) -> Ids:
 
 def _encoded(where: str, text: Any, encode: Encode) -> list[int]:
     try:
-        if isinstance(text, str) and text.encode():
-            return encode(text)
+        sound = isinstance(text, str) and text.encode()
     except UnicodeEncodeError:
         raise FormatError(f"{where}: the text has half a surrogate pair, which no tokenizer takes") from None
+    if sound:
+        try:
+            return encode(text)
+        except Exception as error:  # the tokenizers library raises no other class
+            raise FormatError(f"{where}: the checkpoint's tokenizer cannot take this text: {error}") from None
     raise FormatError(f"{where}: text is a string that is not empty, got {json.dumps(text)[:40]}")

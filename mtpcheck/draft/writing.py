@@ -24,6 +24,13 @@ class Writing:
     seed: int = 0
     prompts: int = 2
 
+    def check(self, layers: int) -> None:
+        """Raise UsageError for counts that make no sense with so many MTP layers."""
+        if self.tokens < 2:
+            raise UsageError(f"--decode {self.tokens}: expected 2 or more, since the first token is the model's own")
+        if self.drafts > layers > 1:
+            raise UsageError(f"--drafts {self.drafts}: each of the {layers} MTP layers drafts one token")
+
 
 @dataclass(frozen=True)
 class Written:
@@ -66,8 +73,7 @@ def write_all(
     from mtpcheck.draft.decode import speculate
     from mtpcheck.draft.run import Engine
 
-    if how.tokens < 2:
-        raise UsageError(f"--decode {how.tokens}: expected 2 tokens or more, since the first one is the model's own")
+    how.check(tensor_map.facts["mtp_stored"])
     engine = Engine(checkpoint, tensor_map, resident=True, progress=progress)
     found = []
     for workload in workloads:

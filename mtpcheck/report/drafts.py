@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,11 +14,11 @@ from mtpcheck.draft.writing import Written
 def lines(columns: Sequence[Column]) -> Iterator[str]:
     """The table as plain text, at most 80 columns for three checkpoints."""
     first = columns[0]
-    labels = [column.label for column in columns]
+    labels = [_short(column.label) for column in columns]
     width = max(12, *(len(name) for name in first.workloads)) + 1
     wide = [max(10, len(label)) + 2 for label in labels]
     head = "".join(f"{label:>{w}}" for label, w in zip(labels, wide, strict=True))
-    yield f"{'acceptance':<{width}}{'drafts':>7}{head}  {first.label}, 99.9 %"
+    yield f"{'acceptance':<{width}}{'drafts':>7}{head}  {labels[0]}, 99.9 %"
     for name in first.workloads:
         yield _line(name, [column.workloads[name] for column in columns], width, wide)
     yield _line("all", [column.overall for column in columns], width, wide)
@@ -30,6 +31,13 @@ def lines(columns: Sequence[Column]) -> Iterator[str]:
         same = ["", *(_same(first, column) for column in columns[1:])]
         yield f"{'logits':<{width}}{'':>7}" + "".join(f"{text:>{w}}" for text, w in zip(same, wide, strict=True))
     yield from without(first)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LABEL else label[: _LABEL - 1] + "…"
+
+
+_LABEL = 12
 
 
 def without(column: Column) -> Iterator[str]:
@@ -104,8 +112,8 @@ def _column(column: Column, first: Column) -> dict[str, Any]:
 def _acceptance(own: Acceptance) -> dict[str, Any]:
     return {
         "passages": own.passages,
-        "acceptance_rate": own.rate.rate,
-        "mean_acceptance_length": own.mean_length,
+        "acceptance_rate": _number(own.rate.rate),
+        "mean_acceptance_length": _number(own.mean_length),
         "depths": [_rate(rate) for rate in own.depths],
         "per_position_acceptance": [_rate(rate) for rate in own.positions],
         "walk": {"rounds": own.walk.rounds, **_rate(own.walk.rate)},
@@ -113,6 +121,11 @@ def _acceptance(own: Acceptance) -> dict[str, Any]:
         "baselines": {name: getattr(own.baselines, name) for name in own.baselines.__dataclass_fields__},
         "ablations": {a.name: {**_rate(a.rate), "p": a.p} for a in own.ablations},
     }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def _rate(rate: Rate) -> dict[str, Any]:

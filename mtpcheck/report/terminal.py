@@ -30,15 +30,15 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
         detail = _LEADS.get(check.status, "") + check.detail
         console.print(Text.assemble("  ", (mark, style), f" {check.group:<12} {detail}"))
     for line in report.notes:
-        console.print(f"    {line}")
+        console.print(Text(printable(f"    {line}")))
     if report.acceptance:
         console.print()
         for line in drafts.lines(report.acceptance):
-            console.print(f"    {line}")
+            console.print(Text(printable(f"    {line}")))
     if report.written:
         console.print()
         for line in drafts.written(report.written):
-            console.print(f"    {line}")
+            console.print(Text(printable(f"    {line}")))
     shown = [f for f in report.findings if verbose or f.severity is not Severity.NOTE]
     for finding in shown if verbose else shown[:_SHOWN]:
         console.print()
@@ -76,7 +76,7 @@ def _verdict(report: Report) -> Text:
         noted = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
         return Text.assemble(("HOLDS", "bold green"), noted, skipped)
     if report.verdict == "could not judge":
-        why = ", ".join(check.group for check in report.checks if check.status == "unjudged")
+        why = ", ".join(dict.fromkeys(check.group for check in report.checks if check.status == "unjudged"))
         return Text.assemble(("COULD NOT JUDGE", "bold yellow"), f": {why}", skipped)
     count = len(report.failures)
     return Text.assemble(("FAILS", "bold red"), f": {count} failure{'s' * (count != 1)}", skipped)
