@@ -75,7 +75,7 @@ def convert(
         raise UsageError(f"{source} is an HF checkpoint already")
     if options.fp8 == ("keep" if to == "hf" else "requantize"):
         raise UsageError(f"--fp8 {options.fp8} is for the other direction; this one writes {to}")
-    if like is not None and to != "hf":
+    if like is not None and opened.layout != "hf" != to:
         raise UsageError(f"--like lends its form to a Hugging Face export; this conversion writes {to}")
     if like is not None:
         opened = replace(opened, manifest=lent_form(opened, Path(like)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from mtpcheck.draft.alive import FEWEST_DRAFTS
 from mtpcheck.draft.passage import Ids
-from mtpcheck.errors import FormatError, UsageError
+from mtpcheck.errors import FormatError, MtpcheckError, UsageError
 
 FORM = '{"text": "…"} or {"ids": [n, …]}'
 NAMES = ("prose", "code", "chat", "maths")
@@ -54,7 +54,7 @@ def read_workload(name: str, path: Path, encode: Encode, vocabulary: int) -> Wor
     that is not of the form above, too short to draft for, or has ids that the model has no embedding for.
     """
     if path.exists() and not path.is_file():
-        raise UsageError(f"workload {name}: {path} is no file")
+        raise UsageError(f"workload {name}: {path} cannot be read: it is no file")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -136,6 +136,8 @@ def _encoded(where: str, text: Any, encode: Encode) -> list[int]:
     if sound:
         try:
             return encode(text)
+        except MtpcheckError:
+            raise
         except Exception as error:  # the tokenizers library raises no other class
             raise FormatError(f"{where}: the checkpoint's tokenizer cannot take this text: {error}") from None
     raise FormatError(f"{where}: text is a string that is not empty, got {json.dumps(text)[:40]}")

@@ -45,8 +45,8 @@ def without(column: Column) -> Iterator[str]:
     base, own = column.overall.baselines, column.overall
     told = {
         "without a head": f"constant {base.constant:.2f}, copy {base.copy:.2f}, repeat {base.repeat:.2f}",
-        "with less of it": ", ".join(f"{ablation.name} {ablation.rate.rate:.2f}" for ablation in own.ablations),
-        "where both fail": f"{own.hard.rate:.2f} of {own.hard.drafted:,}",
+        "without its": ", ".join(f"{ablation.name.split()[0]} {ablation.rate.rate:.2f}" for ablation in own.ablations),
+        "where all fail": f"{own.hard.rate:.2f} of {own.hard.drafted:,}",
     }
     for name, value in told.items():
         if value:
