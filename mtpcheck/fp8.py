@@ -2,14 +2,13 @@
 
     value = bf16( code × scale )        the product in fp32, rounded to nearest even
 
-The way back divides, takes the nearest code, and asks whether that gives the very value again. Codes of one block have
-four significant bits, bf16 has eight, so two codes that differ give values that differ, unless the product leaves the
-range of bf16 (see docs/fp8.md). A grid with such a scale is *collapsed*.
+The way back asks which code gives the value, block by block, and compares all of them: no arithmetic is inverted.
+Codes of one block have four significant bits, bf16 has eight, so two codes that differ give values that differ,
+unless the product leaves the range of bf16 (see docs/fp8.md). A block whose codes cannot be told apart is *collapsed*.
 
-A code's bits, moved to where fp16 has its exponent, are an fp16 of 2^-8 times its value, subnormal ones too; so
-processors convert them fast. One worker computes at a time, while the other reads and writes: every operation lets go
-of the interpreter lock, and two workers would spend more time passing it to and fro than they gain. docs/benchmarks.md
-has what else was tried.
+Both directions look every element up in a table of its block, all that is read at a time in one go: the low bits of
+its place are the element, the high bits number the block. Longer work without the interpreter lock is what lets two
+workers run at the same time; docs/benchmarks.md tells what else was tried.
 """
 
 from __future__ import annotations
@@ -18,35 +17,50 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError
-from mtpcheck.move import fill, read_plan, scratch
+from mtpcheck.move import bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorRef
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 
 WHOLE = (sys.maxsize, sys.maxsize)
 """The block of a tensor with one scale."""
 
-_STEP = 1 << 16  # elements at a time: what is made of them on the way stays in the processor's cache
-_one_at_a_time = threading.Lock()
-_LIFT = np.float32(256)  # see above
-_MOST = np.finfo(np.float32).max / _LIFT
+_INVERSES = 64  # blocks coded at a time: an inverse table has 65,536 entries
 
 
-@dataclass(frozen=True)
+@lru_cache(maxsize=1)
+def values() -> F32:
+    """The value of each of the 256 codes of e4m3fn: four exponent bits with bias 7, no infinity, 0x7F and 0xFF NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    plain = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    plain[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, plain, -plain).astype(np.float32)
+
+
+def tables(scales: F32) -> U16:
+    """The bf16 bits of all 256 codes under each scale: one row of 256 a scale. A NaN keeps the sign of its code."""
+    with np.errstate(all="ignore"):
+        product = values() * scales[:, None]
+    bits = product.view(np.uint32)
+    rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    sign = (np.arange(256) >> 7 << 15).astype(np.uint16)
+    return np.where(np.isnan(product), sign | np.uint16(0x7FC0), rounded)
+
+
+@dataclass(frozen=True, eq=False)
 class Grid:
     """The scales of a matrix: one for each ``block`` of rows and columns, ragged at the edges, in C order.
 
@@ -90,8 +104,8 @@ class Grid:
 
     @property
     def collapsed(self) -> bool:
-        """Whether a scale is negative, or so small, large or odd that products leave the range of bf16."""
-        exponent = self.read().view(np.uint32) >> 23  # with the sign above it
+        """Whether a scale is so small, large or odd that products leave the range of bf16."""
+        exponent = self.read().view(np.uint32) >> 23 & 0xFF
         return bool(((exponent < 3) | (exponent > 245)).any())
 
 
@@ -119,17 +133,20 @@ class Dequantized:
     def read_into(self, buffer: memoryview, offset: int) -> None:
         width = self.codes.shape[1]
         first, end = offset // 2 // width, -(-(offset + len(buffer)) // 2 // width)
-        start, target = offset - 2 * width * first, np.frombuffer(buffer, np.uint8)
-        codes = scratch(width * (end - first), "codes")
-        fill(self.codes.slice(0, first, end), codes.data)
-        whole = len(buffer) == 2 * width * (end - first)
-        values = target if whole else scratch(2 * width * (end - first), "dequantized")
-        rows, out = codes.reshape(-1, width), values.view(np.int16).reshape(-1, width)
-        with _one_at_a_time:
-            for lines, scales in _strips(self.grid, first, rows.shape):
-                decode(rows[lines], scales, out[lines])
-        if not whole:
-            target[:] = values[start : start + len(buffer)]
+        start = offset - 2 * width * first
+        if not start and len(buffer) == 2 * width * (end - first):
+            self._decode(first, np.frombuffer(buffer, np.uint16).reshape(end - first, width))
+            return
+        whole = scratch(2 * width * (end - first), "dequantized")
+        self._decode(first, whole.view(np.uint16).reshape(end - first, width))
+        np.frombuffer(buffer, np.uint8)[:] = whole[start : start + len(buffer)]
+
+    def _decode(self, first: int, out: U16) -> None:
+        """Fill ``out`` with the values of the rows from ``first`` on."""
+        rows, width = out.shape
+        codes = bytes_of(self.codes.slice(0, first, first + rows), "codes").reshape(rows, width)
+        table, places = _placed(self.grid, codes, first, 0, 8)
+        _look_up(table, places, out)
 
 
 class Strange(Exception):
@@ -138,8 +155,8 @@ class Strange(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A source: the codes that give a matrix of bf16 values under kept scales, which are not collapsed. Reading raises
-    Strange for a value that no code gives."""
+    """A source: the codes that give a matrix of bf16 values under kept scales. Reading raises Strange for a value
+    that no code gives."""
 
     values: Plan
     grid: Grid
@@ -162,87 +179,104 @@ class Coded:
         width = self.values.shape[1]
         first, end = offset // width, -(-(offset + len(buffer)) // width)
         start, target = offset - width * first, np.frombuffer(buffer, np.uint8)
-        whole = len(buffer) == width * (end - first)
+        whole = not start and len(buffer) == width * (end - first)
         codes = target if whole else scratch(width * (end - first), "coded")
-        if self._code(first, codes.reshape(-1, width)):
+        if self._code(first, codes.reshape(end - first, width)):
             raise Strange(self.name)
         if not whole:
             target[:] = codes[start : start + len(buffer)]
 
     def strangers(self, first: int, rows: int) -> int:
         """How many values of the rows from ``first`` on no code gives."""
-        width = self.values.shape[1]
-        return self._code(first, scratch(rows * width, "coded").reshape(rows, width))
+        return self._code(first, None, rows)
 
-    def _code(self, first: int, out: U8) -> int:
-        held = scratch(2 * out.size, "held")
-        fill(self.values.slice(0, first, first + len(out)), held.data)
-        rows = held.view(np.int16).reshape(out.shape)
-        with _one_at_a_time:
-            return sum(code(rows[lines], scales, out[lines]) for lines, scales in _strips(self.grid, first, out.shape))
-
-
-# ---- a strip: some rows of one row of blocks
-
-
-def _strips(grid: Grid, first: int, shape: tuple[int, ...]) -> Iterator[tuple[slice, F32]]:
-    """The rows from ``first`` on, strip by strip: where it lies among these rows, and the scale of every column."""
-    rows, width = shape
-    high, wide = grid.block
-    step = max(1, _STEP // width)
-    for row in range(first // high, -(-(first + rows) // high)):
-        scales = np.repeat(grid.read(row, row + 1)[0], min(wide, width))[:width]
-        begin, end = max(row * high, first) - first, min((row + 1) * high, first + rows) - first
-        for start in range(begin, end, step):
-            yield slice(start, min(start + step, end)), scales
+    def _code(self, first: int, out: U8 | None, rows: int = 0) -> int:
+        """Fill ``out`` with the codes of the rows from ``first`` on; returns how many values no code gives."""
+        rows, width, found = len(out) if out is not None else rows, self.values.shape[1], 0
+        held = bytes_of(self.values.slice(0, first, first + rows), "held").view(np.uint16).reshape(rows, width)
+        for lines, columns in _regions(self.grid.block, first, rows, width):
+            part = held[lines, columns]
+            table, places = _placed(self.grid, part, first + lines.start, columns.start, 16)
+            codes = scratch(2 * part.size, "numbers").view(np.uint16).reshape(part.shape)
+            _invert(table, places, codes)
+            if codes.max(initial=0) == _NONE:
+                found += int(np.count_nonzero(codes == _NONE))
+            if out is not None:
+                np.copyto(out[lines, columns], codes, casting="unsafe")
+        return found
 
 
-def decode(codes: U8, scales: F32, out: NDArray[np.int16]) -> None:
-    """Fill ``out`` with the bits of the bf16 values of ``codes`` [rows, columns]; ``scales`` [columns].
+# ---- looking up
 
-    What is no number becomes 0x7FFF, with its sign.
-    """
+
+def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the rows from ``first`` on into regions of at most ``_INVERSES`` blocks: lines among these rows, columns."""
+    high, wide = (min(edge, n) for edge, n in zip(block, (first + rows, width), strict=True))
+    across = min(_INVERSES, -(-width // wide))
+    down = _INVERSES // across
+    for top in range(first // high, -(-(first + rows) // high), down):
+        lines = slice(max(top * high, first) - first, min((top + down) * high, first + rows) - first)
+        for left in range(0, width, across * wide):
+            yield lines, slice(left, min(left + across * wide, width))
+
+
+_FEW = 1 << 16  # blocks: their tables come to 32 MB
+
+
+def _tables(grid: Grid, above: int, below: int) -> U16:
+    """Tables of some rows of blocks, [rows of blocks, columns of blocks, 256]."""
+    if prod(grid.shape) <= _FEW:
+        return _all_tables(grid)[above:below]
+    return tables(grid.read(above, below).reshape(-1)).reshape(below - above, -1, 256)
+
+
+@lru_cache(maxsize=4)
+def _all_tables(grid: Grid) -> U16:
+    """Slabs of a matrix are read one after the other, so that few matrices are in use at a time."""
+    return tables(grid.read().reshape(-1)).reshape(*grid.shape, 256)
+
+
+def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) -> tuple[U16, I32]:
+    """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
+    in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
+    (rows, columns), (high, wide) = elements.shape, grid.block
+    above, below = first // high, -(-(first + rows) // high)
+    before, behind = left // wide, -(-(left + columns) // wide)
+    own = _tables(grid, above, below)[:, before:behind]
+    places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
+    np.copyto(places, elements)
+    if own.size > 256:
+        across = np.arange(columns) // wide
+        for row in range(above, below):
+            lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
+            places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
+    return np.ascontiguousarray(own).reshape(-1, 256), places
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
+
+
+_CODES = np.tile(np.arange(256, dtype=np.uint16), _INVERSES)
+_NONE = 0x100  # the entry of an inverse table for a value that no code gives
+_own = _Own()
+
+
+def _look_up(table: U16, places: I32, out: U16) -> None:
+    """``out`` = ``table[places]``. numpy would copy the places to 64 bits, and hold the interpreter lock meanwhile."""
     import torch
 
-    given, to = torch.from_numpy(codes), torch.from_numpy(out)
-    half, wide = _memory("half", torch.int16, codes.shape), _memory("wide", torch.float32, codes.shape)
-    half.copy_(given.view(torch.int8)).mul_(1 << 7).bitwise_and_(~0x407F)
-    wide.copy_(half.view(torch.float16))
-    tame = bool((np.abs(scales) < _MOST).all())
-    if not tame:
-        wide.mul_(float(_LIFT))
-    wide.mul_(torch.from_numpy(scales * _LIFT if tame else scales))
-    to.view(torch.bfloat16).copy_(wide)
-    magnitude = torch.bitwise_and(given, 0x7F, out=_memory("magnitude", torch.uint8, codes.shape)).numpy()
-    if magnitude.max(initial=0) == 0x7F:
-        odd = np.equal(magnitude, 0x7F, out=magnitude.view(np.bool_))
-        to.bitwise_or_(half.copy_(torch.from_numpy(odd.view(np.int8))).mul_(0x7FFF))
-    if not tame:  # a scale that is NaN or infinite
-        at = np.flatnonzero(np.isnan(wide.numpy()))
-        out.reshape(-1)[at] = (codes.reshape(-1)[at].astype(np.int16) << 8 & -0x8000) | 0x7FFF
+    entries = torch.from_numpy(table.reshape(-1).view(np.int16))
+    at, to = torch.from_numpy(places.reshape(-1)), torch.from_numpy(out.reshape(-1).view(np.int16))
+    torch.index_select(entries, 0, at, out=to)
 
 
-def code(values: NDArray[np.int16], scales: F32, out: U8) -> int:
-    """Fill ``out`` with the codes nearest to ``values`` (bits of bf16) [rows, columns]; ``scales`` [columns].
-
-    Returns how many values their code does not give.
-    """
-    import torch
-
-    held, to = torch.from_numpy(values), torch.from_numpy(out)
-    half, wide = _memory("half", torch.int16, values.shape), _memory("wide", torch.float32, values.shape)
-    sign, again = _memory("sign", torch.int16, values.shape), _memory("again", torch.int16, values.shape)
-    wide.copy_(held.view(torch.bfloat16)).mul_(torch.from_numpy(1 / (scales * _LIFT)))
-    half.view(torch.float16).copy_(wide)
-    torch.bitwise_right_shift(half, 8, out=sign).bitwise_and_(0x80)
-    half.bitwise_and_(0x7FFF).clamp_(max=0x3F80).add_(0x40).bitwise_right_shift_(7).bitwise_or_(sign)
-    to.copy_(half)
-    decode(out, scales, again.numpy())
-    return 0 if torch.equal(again, held) else int(np.count_nonzero(again.numpy() != values))
-
-
-def _memory(use: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in memory of the thread."""
-    import torch
-
-    return torch.from_numpy(scratch(dtype.itemsize * prod(shape), use)).view(dtype).reshape(shape)
+def _invert(table: U16, places: I32, out: U16) -> None:
+    """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
+    spots = (table + (np.arange(len(table))[:, None] << 16)).reshape(-1)
+    _own.inverse[spots] = _CODES[: len(spots)]
+    try:
+        _look_up(_own.inverse, places, out)
+    finally:
+        _own.inverse[spots] = _NONE

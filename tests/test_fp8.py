@@ -69,8 +69,8 @@ def test_all_codes_under_scales_of_every_exponent(exponent: int, sign: int) -> N
     theirs = (CODES.float() * torch.from_numpy(scales)[:, None]).bfloat16()
     number = ~torch.isnan(theirs).numpy()
     assert (ours[number] == theirs.view(torch.int16).numpy().view(np.uint16)[number]).all()
-    assert ((ours[~number] & 0x7FFF) == 0x7FFF).all()
-    exact = not sign and 3 <= exponent <= 245
+    assert ((ours[~number] & 0x7FFF) == 0x7FC0).all()
+    exact = 3 <= exponent <= 245
     assert grid.collapsed == (not exact)
     for row in ours:
         assert len(np.unique(row)) == 256 if exact else len(np.unique(row)) <= 256
@@ -81,12 +81,12 @@ def test_all_codes_under_scales_of_every_exponent(exponent: int, sign: int) -> N
 @settings(deadline=None)
 @given_(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=40))
 def test_every_code_comes_back_under_any_scale_in_range(drawn: list[int]) -> None:
-    bits = np.array([b for b in drawn if 3 <= b >> 23 <= 245] or [0x3F800000], np.uint32)
+    bits = np.array([b for b in drawn if 3 <= b >> 23 & 0xFF <= 245] or [0x3F800000], np.uint32)
     ours, grid = all_codes(bits.view(np.float32))
     assert (codes_of(ours, grid) == np.arange(256)).all()
 
 
-@pytest.mark.parametrize("scale", [2.0**-124, 3e-5, 1.0, 1.7, 2.0**118])
+@pytest.mark.parametrize("scale", [2.0**-124, 3e-5, 1.0, 1.7, -0.3, 2.0**118])
 def test_no_value_but_those_of_codes_is_coded(scale: float) -> None:
     """Of all 65,536 bf16 numbers just those pass that a code gives."""
     ours, _ = all_codes(np.array([scale]))

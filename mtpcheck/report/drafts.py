@@ -52,7 +52,7 @@ def without(column: Column) -> Iterator[str]:
         if value:
             yield f"{name:<16} {value}"
     for why, n in _reasons(column.touched.not_ran.values()).items():
-        yield f"{'took no part':<15} {n:,} part{'s' * (n != 1)}: {why}"
+        yield f"{'took no part':<16} {n:,} part{'s' * (n != 1)}: {why}"
 
 
 def written(texts: Sequence[Written]) -> Iterator[str]:
