@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mtpcheck.convert import convert
 from mtpcheck.draft import decode
 from mtpcheck.draft.decode import Decoded, judge, speculate
 from mtpcheck.draft.run import Engine, run
@@ -152,21 +154,27 @@ def test_accepted_are_those_that_one_pass_accepts(name: str) -> None:
     assert (written.rounds, written.accepted) == (rounds, accepted)
 
 
-def test_transformers_accepts_as_many() -> None:
-    """``generate(use_mtp=True)`` of the same checkpoint, counted by the passes of its model."""
-    for name in ("deepseek_v3", "glm4_moe"):
-        model = of_transformers(FIXTURES / name)
-        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]
-        passes: list[int] = []
-        model.get_decoder().register_forward_hook(lambda *_, passes=passes: passes.append(1))
-        ids = torch.tensor([PROMPT])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_transformers_accepts_as_many(name: str, tmp_path: Path) -> None:
+    """``generate(use_mtp=True)`` of what went through Megatron: each pass of its model adds a token of its own, so
+    that all further tokens are accepted drafts."""
+    convert(FIXTURES / name, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "hf")
+    model = of_transformers(tmp_path / "hf")
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_hidden_layers}\..*"]
+    passes: list[int] = []
+    model.get_decoder().register_forward_hook(lambda *_: passes.append(1))
+    for prompt in (PROMPT, PROMPT[: len(PROMPT) // 2], PROMPT[5:]):
+        passes.clear()
+        ids = torch.tensor([prompt])
         stop = {"eos_token_id": None, "pad_token_id": 256}
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, use_mtp=True, **stop
         )
-        ours = speculate(engine(name, resident=True), PROMPT, 24, drafts=1)
-        assert tuple(out[0, len(PROMPT) :].tolist()) == ours.tokens
-        assert len(passes) == ours.passes
+        ours = speculate(engine(name, resident=True), prompt, 24, drafts=1)
+        assert tuple(out[0, len(prompt) :].tolist()) == ours.tokens
+        assert (len(passes), 24 - len(passes)) == (ours.passes, ours.accepted)
+        assert ours.accepted > 0
 
 
 # ---- sampling
