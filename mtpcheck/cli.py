@@ -1,27 +1,20 @@
 """Typer commands: parse, call the API, choose the exit code. No logic lives here.
 
-stdout carries the result, stderr progress and complaints. Exit codes: 0 holds, 1 the checkpoint fails a check,
-2 could not judge, 130 Ctrl-C, 143 SIGTERM. An error nobody foresaw is a 2, never a 1.
+stdout carries the result, stderr progress and complaints; exits.py turns errors into exit codes.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import resource
-import signal
-import sys
-import traceback
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from mtpcheck import __version__
-from mtpcheck.errors import COULD_NOT_JUDGE, HOLDS, CheckpointFails, MtpcheckError, UsageError
+from mtpcheck import __version__, exits
+from mtpcheck.errors import HOLDS, UsageError
+from mtpcheck.exits import complain
 from mtpcheck.flags import (
     Acceptance,
     AcceptanceOption,
@@ -66,8 +59,6 @@ from mtpcheck.judging import console, judged, probing_of, sentence, show_progres
 if TYPE_CHECKING:
     from mtpcheck.megatron import Options
     from mtpcheck.report.report import Report
-
-_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -233,7 +224,7 @@ def convert(
     if not quiet:
         render_converted(converted, console())
     elif converted.exit_code != HOLDS:
-        _complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
+        complain(f"{dst}: written, but " + "; ".join(f.message for f in converted.failures))
     return converted.exit_code
 
 
@@ -301,62 +292,10 @@ def _options(
     return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8)
 
 
-# ---- errors and signals → exit codes
-
-
-def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
-
-
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; the one place that turns errors into codes."""
-    try:
-        result = app(arguments, standalone_mode=False, prog_name="mtpcheck")
-        sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
-        result = _INTERRUPTED
-    except SystemExit as error:  # from _on_sigterm; typer's own, a 1, means that nobody reads stdout any more
-        result = error.code if error.code == _TERMINATED else _pipe_closed()
-    except MtpcheckError as error:
-        _complain(str(error))
-        if isinstance(error, CheckpointFails):
-            for finding in error.findings[:20]:
-                _complain(f"  {finding.check}  {finding.subject}: {finding.message}", label="")
-        return error.exit_code
-    except BrokenPipeError:
-        return _pipe_closed()
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(f"{where}{error.strerror or error}; nothing was left behind")
-        return COULD_NOT_JUDGE
-    except Exception as error:
-        if callable(show := getattr(error, "show", None)):  # a usage error; its class is typer's or click's
-            show()
-            return COULD_NOT_JUDGE
-        traceback.print_exc()
-        _complain("this is a fault of mtpcheck, not of the checkpoint; please report it with the lines above")
-        return COULD_NOT_JUDGE
-    if result in (_INTERRUPTED, _TERMINATED):
-        _complain("interrupted; nothing was left behind")
-    return result if isinstance(result, int) else HOLDS
-
-
-def _pipe_closed() -> int:
-    """Keep the interpreter from complaining, at its end, that stdout cannot be flushed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return COULD_NOT_JUDGE
-
-
-def _complain(sentence: str, label: str = "mtpcheck: ") -> None:
-    from mtpcheck.report.finding import printable
-
-    print(label + printable(sentence), file=sys.stderr)
+    """Run the command line and return the exit code."""
+    return exits.run(app, arguments)
 
 
 def main() -> NoReturn:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack →, a path may be no UTF-8
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a checkpoint may have thousands of files
-    sys.exit(run())
+    exits.start(app)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.compare import compare_all
-from mtpcheck.move import bytes_of, scratch
+from mtpcheck.move import by_rows, bytes_of
 from mtpcheck.plan import Plan
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, note, warning
@@ -53,13 +53,11 @@ class Cast:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         plan = self.ref.plan if self.ref.plan.shape else self.ref.plan.reshape((1,))
-        row = _SIZE[self.dtype] * prod(plan.shape[1:])
-        first, end = offset // row, -(-(offset + len(buffer)) // row)
-        raw = bytes_of(plan.slice(0, first, end), "cast")
-        made = scratch(row * (end - first), "made")
-        _cast(raw, self.ref.dtype, made, self.dtype)
-        start = offset - row * first
-        np.frombuffer(buffer, np.uint8)[:] = made[start : start + len(buffer)]
+
+        def make(first: int, end: int, out: NDArray[np.uint8]) -> None:
+            _cast(bytes_of(plan.slice(0, first, end), "cast"), self.ref.dtype, out, self.dtype)
+
+        by_rows(buffer, offset, _SIZE[self.dtype] * prod(plan.shape[1:]), make, "made")
 
 
 def _cast(raw: NDArray[np.uint8], source: str, out: NDArray[np.uint8], target: str) -> None:

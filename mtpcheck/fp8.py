@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError
-from mtpcheck.move import bytes_of, read_plan, scratch
+from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorRef
 
@@ -131,22 +131,13 @@ class Dequantized:
         return f"{self.codes.place_of(divmod(offset // 2, self.codes.shape[1]))} (dequantized)"
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        width = self.codes.shape[1]
-        first, end = offset // 2 // width, -(-(offset + len(buffer)) // 2 // width)
-        start = offset - 2 * width * first
-        if not start and len(buffer) == 2 * width * (end - first):
-            self._decode(first, np.frombuffer(buffer, np.uint16).reshape(end - first, width))
-            return
-        whole = scratch(2 * width * (end - first), "dequantized")
-        self._decode(first, whole.view(np.uint16).reshape(end - first, width))
-        np.frombuffer(buffer, np.uint8)[:] = whole[start : start + len(buffer)]
+        by_rows(buffer, offset, 2 * self.codes.shape[1], self._decode, "dequantized")
 
-    def _decode(self, first: int, out: U16) -> None:
-        """Fill ``out`` with the values of the rows from ``first`` on."""
-        rows, width = out.shape
-        codes = bytes_of(self.codes.slice(0, first, first + rows), "codes").reshape(rows, width)
+    def _decode(self, first: int, end: int, out: U8) -> None:
+        """Fill ``out`` with the values of some rows."""
+        codes = bytes_of(self.codes.slice(0, first, end), "codes").reshape(end - first, -1)
         table, places = _placed(self.grid, codes, first, 0, 8)
-        _look_up(table, places, out)
+        _look_up(table, places, out.view(np.uint16))
 
 
 class Strange(Exception):
@@ -176,15 +167,11 @@ class Coded:
         return f"{self.values.place_of(divmod(offset, self.values.shape[1]))} (quantized)"
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        width = self.values.shape[1]
-        first, end = offset // width, -(-(offset + len(buffer)) // width)
-        start, target = offset - width * first, np.frombuffer(buffer, np.uint8)
-        whole = not start and len(buffer) == width * (end - first)
-        codes = target if whole else scratch(width * (end - first), "coded")
-        if self._code(first, codes.reshape(end - first, width)):
+        by_rows(buffer, offset, self.values.shape[1], self._filled, "coded")
+
+    def _filled(self, first: int, end: int, out: U8) -> None:
+        if self._code(first, out.reshape(end - first, -1)):
             raise Strange(self.name)
-        if not whole:
-            target[:] = codes[start : start + len(buffer)]
 
     def strangers(self, first: int, rows: int) -> int:
         """How many values of the rows from ``first`` on no code gives."""

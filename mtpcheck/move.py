@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import gcd
 
@@ -107,6 +107,23 @@ def bytes_of(plan: Plan, use: str) -> Bytes:
     copy = scratch(plan.nbytes, use)
     fill(plan, copy.data)
     return copy
+
+
+def by_rows(buffer: memoryview, offset: int, row: int, make: Callable[[int, int, Bytes], None], use: str) -> None:
+    """Fill ``buffer`` from byte ``offset`` of something that is computed row by row, each of ``row`` bytes.
+
+    ``make(first, end, out)`` fills ``out`` with whole rows: the buffer itself where it holds just these, else memory
+    of the thread.
+    """
+    first, end = offset // row, -(-(offset + len(buffer)) // row)
+    target = np.frombuffer(buffer, np.uint8)
+    if len(target) == row * (end - first):
+        make(first, end, target)
+        return
+    rows = scratch(row * (end - first), use)
+    make(first, end, rows)
+    start = offset - row * first
+    target[:] = rows[start : start + len(target)]
 
 
 def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:

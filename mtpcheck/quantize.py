@@ -16,8 +16,8 @@ import numpy as np
 
 from mtpcheck.box import Shape
 from mtpcheck.encoding import CODES
-from mtpcheck.fp8 import F32, WHOLE
-from mtpcheck.move import SLAB, bytes_of
+from mtpcheck.fp8 import F32, U8, WHOLE
+from mtpcheck.move import SLAB, by_rows, bytes_of
 from mtpcheck.parallel import Alive, in_parallel
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorRef
@@ -67,16 +67,15 @@ class Quantized:
         return f"{self.values.place_of(divmod(offset, self.values.shape[1]))} (quantized anew)"
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
+        by_rows(buffer, offset, self.values.shape[1], self._quantize, "quantized")
+
+    def _quantize(self, first: int, end: int, out: U8) -> None:
         import torch
 
-        width = self.values.shape[1]
-        first, end = offset // width, -(-(offset + len(buffer)) // width)
         rows = np.arange(first, end) // self.block[0]
-        scales = self.grid[rows][:, np.arange(width) // self.block[1]]
+        scales = self.grid[rows][:, np.arange(self.values.shape[1]) // self.block[1]]
         scaled = torch.from_numpy(_floats(self.values, first, end)) / torch.from_numpy(scales)
-        codes = scaled.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(-1)
-        start = offset - width * first
-        np.frombuffer(buffer, np.uint8)[:] = codes[start : start + len(buffer)]
+        out[:] = scaled.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(-1)
 
 
 def _floats(values: Plan, first: int, end: int) -> F32:
