@@ -24,10 +24,11 @@ from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
+from mtpcheck.side import Side
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 from mtpcheck.topology import Topology
-from mtpcheck.verify import Side, compare_sides, require_mtp, summary
+from mtpcheck.verify import compare_sides, require_mtp, summary
 
 
 def roundtrip(

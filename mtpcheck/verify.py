@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,17 +25,10 @@ from mtpcheck.packing import WEIGHT
 from mtpcheck.progress import Progress, Silent, bar
 from mtpcheck.report.finding import Finding, Severity, failure
 from mtpcheck.report.report import Report, of_group
+from mtpcheck.side import Side
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_like, read_tensor_map
 
 Values = Literal["exact", "changed"]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the two checkpoints that are held against each other."""
-
-    checkpoint: Checkpoint
-    tensor_map: TensorMap
 
 
 def verify(

@@ -22,8 +22,10 @@ class Severity(StrEnum):
 class Finding:
     """One result of one check.
 
-    ``check`` is a stable id of ``configs/checks.yaml``; ``subject`` the tensor, part or config key; ``where`` the
-    file, with the byte or the line if there is one.
+    ``check`` is a stable id of ``configs/checks.yaml``; ``subject`` the tensor, part or config key, or in words what
+    the ``members`` have in common where one cause explains many; ``where`` the file, with the byte or the line if
+    there is one. ``cause`` tells what happened, ``cause_id`` is its id in ``configs/causes.yaml`` where it was
+    confirmed bit for bit. ``source``: a fault of the source or reference itself, which no conversion made.
     """
 
     check: str
@@ -35,18 +37,23 @@ class Finding:
     got: str = ""
     cause: str = ""
     todo: str = ""
+    cause_id: str = ""
+    members: tuple[str, ...] = ()
+    source: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        return {key: str(value) for key, value in asdict(self).items() if value}
+        """For machines: what is set; all strings but ``members`` and ``source``."""
+        told = {key: value for key, value in asdict(self).items() if value}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in told.items()}
 
 
-def failure(check: str, subject: str, message: str, **details: str) -> Finding:
+def failure(check: str, subject: str, message: str, **details: Any) -> Finding:
     return Finding(check, Severity.FAILURE, subject, message, **details)
 
 
-def warning(check: str, subject: str, message: str, **details: str) -> Finding:
+def warning(check: str, subject: str, message: str, **details: Any) -> Finding:
     return Finding(check, Severity.WARNING, subject, message, **details)
 
 
-def note(check: str, subject: str, message: str, **details: str) -> Finding:
+def note(check: str, subject: str, message: str, **details: Any) -> Finding:
     return Finding(check, Severity.NOTE, subject, message, **details)

@@ -20,8 +20,15 @@ Status = Literal["passed", "failed", "skipped", "unjudged"]
 
 @lru_cache(maxsize=1)
 def check_table() -> Mapping[str, Any]:
-    """``configs/checks.yaml``: group → help and ids."""
+    """``configs/checks.yaml``: group → help and ids; id → severities and help."""
     table: Mapping[str, Any] = load(configs() / "checks.yaml")
+    return table
+
+
+@lru_cache(maxsize=1)
+def cause_table() -> Mapping[str, Any]:
+    """``configs/causes.yaml``: id → help and, where something can be done, what to do."""
+    table: Mapping[str, Any] = load(configs() / "causes.yaml")
     return table
 
 
@@ -32,6 +39,34 @@ class Check:
     group: str
     status: Status
     detail: str
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component of the model (``embed``, ``layers.3``, ``mtp.0`` …) and how its tensors fared.
+
+    ``tensors`` and ``nbytes`` are the reference's; ``compared`` tells how many were held against the candidate's.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+    compared: int = 0
+    differing: int = 0
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A config key or Megatron argument before and after, as JSON text; empty where it is not there."""
+
+    key: str
+    before: str
+    after: str
+
+    @property
+    def same(self) -> bool:
+        return self.before == self.after
 
 
 @dataclass
@@ -46,6 +81,10 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Lines for a person, without weight for the verdict."""
+    components: list[Component] = field(default_factory=list)
+    """In the order of the model, the MTP layers last; empty where nothing was compared."""
+    declared: list[Declared] = field(default_factory=list)
+    """Keys that declare MTP layers, and all that differ; those of Megatron under their own names."""
     acceptance: list[Column] = field(default_factory=list)
     """What each checkpoint drafts; the first is the one that the others are held against."""
     written: list[Written] = field(default_factory=list)
@@ -54,8 +93,8 @@ class Report:
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""
         own = list(findings)
-        known = check_table()[group]["ids"]
-        assert all(f.check.removeprefix(group + ".") in known for f in own), [f.check for f in own]
+        known = {f"{group}.{name}": entry["severity"] for name, entry in check_table()[group]["ids"].items()}
+        assert all(f.severity in known[f.check] for f in own), [(f.check, f.severity) for f in own]
         failed = any(f.severity is Severity.FAILURE for f in own)
         self.checks.append(Check(group, "failed" if failed else "passed", detail))
         self.findings += own
