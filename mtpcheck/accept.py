@@ -9,6 +9,7 @@ from mtpcheck.baseline import open_baseline
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.acceptance import add_acceptance, check_minimum
 from mtpcheck.checks.declaration import check_count
+from mtpcheck.comparison import declaration
 from mtpcheck.convert import lent_form
 from mtpcheck.draft.probe import Probing, read_workloads, run_all
 from mtpcheck.draft.writing import Writing, write_all
@@ -17,7 +18,7 @@ from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.tensormap import TensorMap, read_tensor_map
-from mtpcheck.verify import declaration, require_mtp, summary
+from mtpcheck.verify import require_mtp, summary
 
 
 def accept(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
+from mtpcheck.checks.copies import check_tied
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.topology import check_ranks
 from mtpcheck.encoding import block_of
@@ -134,6 +135,7 @@ def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
         if f.severity is Severity.FAILURE and f.check.split(".")[0] in _BLOCKING
     )  # fmt: skip
     blocking = blocking or tuple(f for f in check_ranks(source) if f.severity is Severity.FAILURE)
+    blocking = blocking or tuple(check_tied(tensor_map))
     if blocking:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""

@@ -76,9 +76,12 @@ class Dialect:
     # ---- model → names
 
     def rows(self, model: Model, padded_vocab: int, form: KeyForm) -> Spelling:
-        """Rows for every part of ``model`` that Megatron has a place for (copies have none)."""
+        """Rows for every part of ``model`` that Megatron has a place for; copies have none, but a tied head may be
+        stored all the same."""
         spelling = Spelling()
         parts = {p for p in model.layers.get("", []) if p not in model.copies}
+        if HEAD in form.stored:
+            parts |= {"head"} & set(model.layers.get("", []))
         for entry in self.outside:
             if entry.fits(parts, model.facts):
                 pad = padded_vocab if entry.pad else None

@@ -18,6 +18,7 @@ from rich.filesize import decimal
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
+from mtpcheck.comparison import declaration
 from mtpcheck.convert import check_convertible, check_not_lost, other_layout
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
@@ -35,7 +36,7 @@ from mtpcheck.report.report import Report, of_group
 from mtpcheck.roundtrip import space_needed
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorMap, TensorRef, read_tensor_map
-from mtpcheck.verify import declaration, require_mtp, summary
+from mtpcheck.verify import require_mtp, summary
 
 _PASSES = 6  # read and write there, the same back, one comparison of two sides
 _BYTES_A_SECOND = 1e9  # a plain disk; docs/benchmarks.md has what was measured

@@ -14,8 +14,8 @@ from typing import get_args
 
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.acceptance import judge_acceptance
-from mtpcheck.checks.declaration import check_count
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
+from mtpcheck.comparison import compare_sides
 from mtpcheck.convert import check_convertible, convert, other_layout
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import CheckpointFails, UsageError
@@ -28,7 +28,7 @@ from mtpcheck.side import Side
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 from mtpcheck.topology import Topology
-from mtpcheck.verify import compare_sides, require_mtp, summary
+from mtpcheck.verify import require_mtp, summary
 
 
 def roundtrip(
@@ -53,7 +53,6 @@ def roundtrip(
     options = options or Options()
     a = open_checkpoint(source, iteration)
     a_map = read_tensor_map(a, family)
-    require_mtp(a, a_map, allow_no_mtp)
     middle = via or other_layout(a.layout)
     if middle == a.layout == "hf":
         raise UsageError(f"{source}: is an HF checkpoint; --via takes a Megatron layout")
@@ -62,6 +61,7 @@ def roundtrip(
     load_writers(middle, a.layout)
     try:
         check_convertible(a, a_map)
+        require_mtp(a, a_map, allow_no_mtp)
         with _workspace(Path(source), workdir, keep) as folder:
             held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
             size = dealer(held, options).nbytes if middle == "torch" else held.nbytes
@@ -86,7 +86,8 @@ def roundtrip(
                 report.findings = [replace(f, where=f.where.replace(where, "")) for f in report.findings]
     except CheckpointFails as error:  # a verdict, if an early one
         for group in dict.fromkeys(f.check.split(".")[0] for f in error.findings):
-            report.add(group, of_group(error.findings, group), "the conversion stopped here")
+            found = [replace(f, source=True) for f in of_group(error.findings, group)]
+            report.add(group, found, "the conversion stopped here")
     if probing is None:
         report.skip("acceptance", "the model was not run")
     elif all(check.group != "acceptance" for check in report.checks):
@@ -168,7 +169,6 @@ def _judge(report: Report, source: Side, middle: Side, result: Side, identical: 
         told = f"{len(names) - len(different)} of {len(names)} files byte-identical"
         if different:
             compare_sides(again, _without(source, identical), _without(result, identical))
-    report.include(check_count(source.tensor_map, str(a.path)))
     if again.failures and not different:
         different = [failure("result.identity", c.layout, "the way back gives another checkpoint")]
     report.add("result", different, told)

@@ -194,7 +194,6 @@ HF: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "index absolute": ("llama_mtp", named("/x.safetensors"), ("'/x.safetensors'", "leads out")),
     "index with NUL": ("llama_mtp", named("a\0b.safetensors"), ("a\\x00b.safetensors", "no file name")),
     "index with a long name": ("llama_mtp", named("a" * 5000), ("a" * 5000,)),
-    "tensor in two shards": ("llama_mtp", named("copy.safetensors", exists=True), ("also stands in",)),
 }  # fmt: skip
 
 

@@ -14,14 +14,12 @@ import numpy as np
 
 from mtpcheck.checks.values import matching
 from mtpcheck.compare import compare_all, differs, is_zero
-from mtpcheck.move import read_plan
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, warning
+from mtpcheck.sample import Floats, first_values
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
 _SAMPLE = 1 << 16  # elements looked at to tell a matrix from its base
-
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 @dataclass
@@ -125,11 +123,4 @@ def _related(a: TensorRef, b: TensorRef) -> bool:
 
 
 def _values(ref: TensorRef) -> Floats:
-    """The first elements as float32."""
-    plan = ref.plan.reshape((ref.elements,)).slice(0, 0, min(ref.elements, _SAMPLE))
-    raw = read_plan(plan)
-    if ref.dtype == "BF16":
-        values = (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = np.frombuffer(raw, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}.get(ref.dtype, "u1")).astype("<f4")
-    return values
+    return first_values(ref, _SAMPLE)

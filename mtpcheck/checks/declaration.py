@@ -95,9 +95,21 @@ def compare_configs(
         finding = failure if _last(key) in mtp_keys() else warning
         yield finding(_check(key), key, "is new", got=repr(after[key]))
     for key, value in before.items():
-        if key in after and not _same(value, after[key]):
-            finding = note if _last(key) in _VOLATILE else failure
-            yield finding(_check(key), key, "changed", expected=repr(value), got=repr(after[key]))
+        if key not in after or _same(value, after[key]):
+            continue
+        if isinstance(value, list) and isinstance(after[key], list) and len(value) != len(after[key]):
+            yield _list_length(key, value, after[key])
+            continue
+        finding = note if _last(key) in _VOLATILE else failure
+        yield finding(_check(key), key, "changed", expected=repr(value), got=repr(after[key]))
+
+
+def _list_length(key: str, before: list[Any], after: list[Any]) -> Finding:
+    """A list of another length: in some families one with an entry for each layer counts MTP layers too."""
+    what = f"has {len(after)} entries, and had {len(before)}"
+    cut = len(after) < len(before) and all(_same(a, b) for a, b in zip(before, after, strict=False))
+    cause = f"its last {len(before) - len(after)} were cut off; they may speak of MTP layers" if cut else ""
+    return failure("declaration.list", key, what, expected=repr(before), got=repr(after), cause=cause)
 
 
 def _twin(key: str, value: Any, new: list[str], after: Mapping[str, Any]) -> str:

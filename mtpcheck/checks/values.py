@@ -48,28 +48,6 @@ def compare_maps(
             yield warning("values.padding", candidate.names[part], what)
 
 
-def compare_copies(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
-    """Parts that repeat another, and that one of two checkpoints leaves out."""
-    for having, lacking in ((reference, candidate), (candidate, reference)):
-        for part, ref in having.parts.items():
-            if part not in lacking.parts and part in having.copies:
-                yield from _lost_copy(having, part, ref)
-
-
-def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
-    """A part that one side omits: no loss if it equals what it repeats on the side that has it."""
-    original = having.repeated_by(part)
-    main = having.parts.get(original)
-    name = having.names[part]
-    if main is None or differs(ref, main):
-        yield failure(
-            "presence.copy", name, f"differs from {original}, and the other checkpoint does not have it",
-            cause="Megatron has no place for an MTP layer's own embedding or head",
-        )  # fmt: skip
-    else:
-        yield note("presence.copy", name, f"repeats {original}, the other checkpoint leaves it out")
-
-
 Pair = tuple[str, TensorRef, TensorRef]
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from mtpcheck.checks.structure import Twice, check_index, check_orphan, check_size, check_twice
 from mtpcheck.errors import FormatError
 from mtpcheck.files import LocalFile, inside, read
 from mtpcheck.plan import Plan
-from mtpcheck.report.finding import Finding, failure, warning
+from mtpcheck.report.finding import Finding
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
 
 INDEX = "model.safetensors.index.json"
@@ -42,6 +43,7 @@ class HfFolder:
     others: tuple[str, ...]
     """Files that are not weights, relative to the folder; config.json and the index among them."""
     findings: tuple[Finding, ...]
+    twice: tuple[Twice, ...] = ()
 
 
 def is_hf(folder: Path) -> bool:
@@ -50,29 +52,43 @@ def is_hf(folder: Path) -> bool:
 
 def read_hf(folder: Path) -> HfFolder:
     """Read config, index and headers. Raises FormatError where they cannot be trusted."""
-    files, weight_map = _shard_files(folder)
+    files, index = _shard_files(folder)
+    weight_map: dict[str, str] = index["weight_map"] if index else {}
     config = read_json(folder / "config.json", "an HF checkpoint needs it")
     tensors: dict[str, TensorRef] = {}
     shard_of: dict[str, str] = {}
     shards: list[Shard] = []
-    findings: list[Finding] = []
+    twice: list[Twice] = []
     for file in files:
         source = LocalFile(inside(folder, file))
         header, own = read_header(source)
-        for name in own:
+        for name, ref in own.items():
+            if name in tensors and weight_map.get(name) != file:
+                twice.append(Twice(name, shard_of[name], file, (tensors[name], ref)))
+                continue
             if name in tensors:
-                raise FormatError(f"{folder / file}: tensor {name!r} also stands in {shard_of[name]}; remove one")
-            shard_of[name] = file
-        tensors.update(own)
+                twice.append(Twice(name, file, shard_of[name], (ref, tensors[name])))
+            tensors[name], shard_of[name] = ref, file
         shards.append(Shard(file, header, tuple(own)))
-    if weight_map is not None:
-        findings += _index_findings(weight_map, shard_of)
+    findings = list(check_twice(twice))
+    if index is not None:
+        findings += check_index(INDEX, weight_map, shard_of)
+        metadata = index.get("metadata")
+        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+        findings += check_size(INDEX, stated, tensors.values())
     others, left = _other_files(folder, set(files))
-    findings += [
-        warning("structure.orphan_file", name, "weights that the index does not name are not part of the checkpoint")
-        for name in left
-    ]
-    return HfFolder(config, tensors, tuple(shards), shard_of, others, tuple(findings))
+    findings += [check_orphan(name, _names(folder, name), shard_of) for name in left]
+    return HfFolder(config, tensors, tuple(shards), shard_of, others, tuple(findings), tuple(twice))
+
+
+def _names(folder: Path, file: str) -> list[str] | None:
+    """Tensors of a file that is no part of the checkpoint; None if it is no sound safetensors file of the folder."""
+    if not file.endswith(".safetensors"):
+        return None
+    try:
+        return list(read_header(LocalFile(inside(folder, file)))[1])
+    except FormatError:
+        return None
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
@@ -88,21 +104,23 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     return value
 
 
-def _shard_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+def _shard_files(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
+    """Shards in order, and the index if there is one, its ``weight_map`` checked."""
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         raise FormatError(
             f"{folder}: both {SINGLE} and {INDEX} are there and loaders disagree on which counts; remove one"
         )
     if index.exists():
-        weight_map = read_json(index, "").get("weight_map")
+        table = read_json(index, "")
+        weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise FormatError(f"{index}: no weight_map of tensor names to file names")
         files = sorted(set(weight_map.values()))
         for file in files:
             if not inside(folder, file).is_file():
                 raise FormatError(f"{index}: names {file!r}, which is not in the folder; download or copy it")
-        return files, weight_map
+        return files, table
     if single.exists():
         return [SINGLE], None
     found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -191,25 +209,6 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
             f"but its offsets span {end - begin}"
         )
     return name, begin, end, dtype, shape
-
-
-def _index_findings(weight_map: Mapping[str, str], shard_of: Mapping[str, str]) -> Iterator[Finding]:
-    for name, file in weight_map.items():
-        if name not in shard_of:
-            yield failure(
-                "structure.ghost", name, "the index names a tensor that no shard holds", where=INDEX, expected=file
-            )
-        elif shard_of[name] != file:
-            yield failure(
-                "structure.ghost", name, "the index names the wrong shard", where=INDEX,
-                expected=shard_of[name], got=file,
-            )  # fmt: skip
-    for name, file in shard_of.items():
-        if name not in weight_map:
-            yield failure(
-                "structure.unindexed", name, "a shard holds a tensor that the index does not name", where=file,
-                todo="loaders that follow the index never see it; add it to the index or remove it",
-            )  # fmt: skip
 
 
 def _other_files(folder: Path, shards: set[str]) -> tuple[tuple[str, ...], list[str]]:

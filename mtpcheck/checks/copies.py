@@ -1,0 +1,44 @@
+"""Tensors that repeat another one: an MTP layer's embedding and head, a tied head. Each is absent, equal or own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtpcheck.compare import differs
+from mtpcheck.report.finding import Finding, failure, note
+from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
+
+
+def check_tied(tensor_map: TensorMap) -> Iterator[Finding]:
+    """A tied model may store its head all the same, if it is the embedding. Reads both where it does."""
+    for part, original in tensor_map.copies.items():
+        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(original)
+        if not is_mtp(part) and ref is not None and main is not None and differs(ref, main):
+            yield failure(
+                "presence.tied", tensor_map.names[part],
+                f"differs from {tensor_map.names[original]}, and the model is declared tied",
+                cause="some loaders use the one and some the other",
+                todo="declare the model untied if it was trained so, or store one of the two",
+            )  # fmt: skip
+
+
+def compare_copies(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
+    """Parts that repeat another, and that one of two checkpoints leaves out."""
+    for having, lacking in ((reference, candidate), (candidate, reference)):
+        for part, ref in having.parts.items():
+            if part not in lacking.parts and part in having.copies:
+                yield from _lost_copy(having, part, ref)
+
+
+def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:
+    """A part that one side omits: no loss if it equals what it repeats on the side that has it."""
+    original = having.repeated_by(part)
+    main = having.parts.get(original)
+    name = having.names[part]
+    if main is None or differs(ref, main):
+        yield failure(
+            "presence.copy", name, f"differs from {original}, and the other checkpoint does not have it",
+            cause="Megatron has no place for an MTP layer's own embedding or head",
+        )  # fmt: skip
+    else:
+        yield note("presence.copy", name, f"repeats {original}, the other checkpoint leaves it out")
