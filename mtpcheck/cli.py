@@ -5,8 +5,6 @@ stdout carries the result, stderr progress and complaints; exits.py turns errors
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -84,16 +82,16 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
     from mtpcheck.inspect import inspect as run
     from mtpcheck.report import machine
     from mtpcheck.report.inspection import render
+    from mtpcheck.report.report import Unjudged
 
     try:
         found = run(ckpt, family, iteration)
     except Exception as error:
         if as_json:
-            typer.echo(machine.error_json("inspect", [str(ckpt)], sentence(error)))
+            typer.echo(machine.error_json(Unjudged("inspect", [str(ckpt)], sentence(error))))
         raise
     if as_json:
-        document = {**asdict(found), "findings": [f.as_dict() for f in found.findings]}
-        typer.echo(json.dumps({"schema_version": 1, "command": "inspect", **document}, indent=2))
+        typer.echo(machine.inspection_json(found))
     else:
         render(found, console())
     return HOLDS

@@ -119,6 +119,11 @@ class Report:
         return [f for f in self.findings if f.severity is Severity.FAILURE]
 
     @property
+    def source_faults(self) -> list[Finding]:
+        """What is wrong with the source or reference itself."""
+        return [f for f in self.findings if f.source and f.severity is not Severity.NOTE]
+
+    @property
     def verdict(self) -> Literal["holds", "fails", "could not judge"]:
         if self.failures:
             return "fails"
@@ -131,6 +136,15 @@ class Report:
     @property
     def skipped(self) -> list[str]:
         return [check.group for check in self.checks if check.status == "skipped"]
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """What there is to render of a command that ended in an error before there was a report."""
+
+    command: str
+    subjects: list[str]
+    sentence: str
 
 
 def of_group(findings: Iterable[Finding], group: str) -> list[Finding]:
