@@ -17,6 +17,7 @@ from mtpcheck.report.words import (
     fitting,
     lead,
     listed,
+    roles,
     source_heading,
     told_apart,
     unjudged,
@@ -92,9 +93,11 @@ def _head(report: Report) -> str:
     word, rest = verdict(report)
     kind = {"HOLDS": "holds", "FAILS": "fails"}.get(word, "unjudged")
     if first := lead(report):
-        told = details(first)
-        message = f"<p>{code(first.subject, 200)}</p><p>{text(told.get('cause') or first.message, 400)}</p>"
-        message += f"<p>To do: {text(told['to do'], 300)}</p>" if "to do" in told else ""
+        told = {name: value for name, value in details(first).items() if name in ("cause", "to do")}
+        message = f"<p>{code(first.subject, 200)}</p><p>{text(first.message, 300)}</p>"
+        message += "".join(
+            f'<p class="{name.split()[0]}">{name.capitalize()}: {text(value, 300)}</p>' for name, value in told.items()
+        )
     else:
         message = "".join(f"<p>{text(check.group)}: {text(check.detail, 400)}</p>" for check in unjudged(report))
     return _header(report.command, kind, word, rest.lstrip(":,; "), _lead(message), report.subjects, report.summary)
@@ -105,11 +108,11 @@ def _lead(message: str) -> str:
 
 
 def _header(command: str, kind: str, word: str, rest: str, message: str, subjects: Sequence[str], summary: str) -> str:
-    named = "".join(f"<li>{code(subject)}</li>" for subject in subjects)
+    named = "".join(f"<dt>{role}</dt><dd>{code(subject)}</dd>" for role, subject in roles(command, subjects))
     return "\n".join([
         "<header>", f'<p class="command">mtpcheck {text(command)}</p>',
         f'<h1 class="{kind}">{text(word)}</h1>', f'<p class="rest">{text(rest)}</p>' if rest else "", message,
-        f'<ul class="subjects">{named}</ul>', f'<p class="summary">{text(summary)}</p>' if summary else "", "</header>",
+        f'<dl class="subjects">{named}</dl>', f'<p class="summary">{text(summary)}</p>' if summary else "", "</header>",
     ])  # fmt: skip
 
 

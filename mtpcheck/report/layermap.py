@@ -11,7 +11,7 @@ from mtpcheck.report.report import Component
 from mtpcheck.report.words import counted, listed
 
 _CELLS = 2000
-_NAMED = 40
+_NAMED = 12
 _LEGEND = (
     "A number is a decoder layer. A bar grows with the bytes of the component, the largest filling its cell. "
     "✗ n: so many tensors differ or are missing. Dashed: not compared."
@@ -51,9 +51,9 @@ def _state(component: Component) -> str:
 def _told(component: Component) -> str:
     """How the tensors of a component fared, in words."""
     if _wrong(component):
-        counts = {"differ": component.differing, "missing": component.missing}
-        of = counted(component.tensors, "tensor")
-        return f"{', '.join(f'{n:,} {what}' for what, n in counts.items() if n)} of {of}"
+        counts = {"differing": component.differing, "missing": component.missing}
+        told = ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
+        return f"of {counted(component.tensors, 'tensor')} {told}"
     if _state(component) == "unseen":
         return f"{counted(component.tensors, 'tensor')}, not compared"
     return f"{component.compared:,} of {counted(component.tensors, 'tensor')} compared, none differs"

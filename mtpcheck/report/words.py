@@ -42,6 +42,12 @@ def _source(report: Report) -> str:
     return {"verify": "reference", "accept": "checkpoint"}.get(report.command, "source")
 
 
+def roles(command: str, subjects: Sequence[str]) -> list[tuple[str, str]]:
+    """What each subject of a command is, and the subject."""
+    names = {"verify": ("reference", "candidate")}.get(command, ("checkpoint",))
+    return list(zip(names, subjects, strict=False))
+
+
 def unjudged(report: Report) -> list[Check]:
     return [check for check in report.checks if check.status == "unjudged"]
 
@@ -93,7 +99,7 @@ def told_apart(report: Report) -> tuple[list[Finding], list[Finding]]:
 
 
 def source_heading(report: Report) -> str:
-    return f"Of the {_source(report)} itself, as it was before anything was converted"
+    return f"Faults of the {_source(report)} itself"
 
 
 def listed(items: Sequence[str], most: int) -> list[str]:
