@@ -17,8 +17,9 @@ LAYERS = 46
 EXPERTS = tuple(f"model.layers.46.mlp.experts.{n}.gate_proj.weight" for n in range(128))
 HOSTILE = "</script><b onclick=x>&amp;|`*_[](http://a.b)\n::error::x%\x1b[31m\u202e,:\ud800"
 ENDED = Unjudged(
-    "roundtrip", ["ckpt/GLM-4.5-Air"], "ckpt/GLM-4.5-Air/model-00001-of-00003.safetensors: cut off: the header promises "
-    "5,368,709,120 bytes and 1,024 are there; copy the file again",
+    "roundtrip", ["ckpt/GLM-4.5-Air"],
+    "ckpt/GLM-4.5-Air/model-00001-of-00003.safetensors: cut off: the header promises 5,368,709,120 bytes, "
+    "and 1,024 are there; copy the file again",
 )  # fmt: skip
 
 

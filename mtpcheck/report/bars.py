@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mtpcheck.draft.acceptance import Rate
@@ -28,9 +29,9 @@ def acceptance(columns: Sequence[Column]) -> str:
     rows.append(_row("all", [(c.overall.depths[0], c.overall.baselines.floor) for c in columns]))
     for depth in range(1, len(first.overall.depths)):
         rows.append(_row(f"all, depth {depth + 1}", [(c.overall.depths[depth], None) for c in columns]))
-    rows.append(["mean length", "", *(f"{column.overall.mean_length:.3f}" for column in columns)])
+    rows.append(["mean length", "", *(_or_nothing(column.overall.mean_length) for column in columns)])
     if len(columns) > 1:
-        rows.append(["draft logits", "", "", *(drafts.same(first, column) for column in columns[1:])])
+        rows.append(["draft logits", "", "", *(drafts.likeness(first, column) for column in columns[1:])])
     shown = table(["workload", "drafts", *(column.label for column in columns)], rows, "rates")
     return "\n".join([shown, f'<p class="legend">{text(_LEGEND)}</p>', lines(list(drafts.without(first)))])
 
@@ -66,4 +67,4 @@ def written(texts: Sequence[Written]) -> str:
 
 
 def _or_nothing(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"
