@@ -19,6 +19,7 @@ from tests.schema import faults
 needs_chromium = pytest.mark.skipif(
     browser.CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)"
 )
+pytestmark = pytest.mark.xdist_group("html")  # one browser for all
 PAGES = {
     "sound": as_html(reports.sound()),
     "failing": as_html(reports.failing()),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpcheck.report.finding import Finding, Severity, printable
-from mtpcheck.report.report import Check, Report, cause_table
+from mtpcheck.report.report import Check, Report, cause_table, check_table
 
 LONGEST = 1000
 """Characters of one line, where a format has a limit. Names are untrusted and may be as long as a file."""
@@ -53,12 +53,15 @@ def unjudged(report: Report) -> list[Check]:
 
 
 def ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Worst first; of equally bad ones those that conversions made, then those that explain most."""
-    grades = list(Severity)
-    return sorted(
-        findings,
-        key=lambda f: (grades.index(f.severity), f.source, not f.cause_id, -len(f.members), f.check, f.subject),
-    )
+    """Worst first; of equally bad ones those that conversions made, then those that explain most, then in the order
+    of ``configs/checks.yaml``, which has what is stored before what comes of it."""
+    grades, groups = list(Severity), list(check_table())
+
+    def place(f: Finding) -> tuple[Any, ...]:
+        group = groups.index(f.check.split(".")[0])
+        return grades.index(f.severity), f.source, not f.cause_id, -len(f.members), group, f.check, f.subject
+
+    return sorted(findings, key=place)
 
 
 def lead(report: Report) -> Finding | None:
