@@ -53,7 +53,7 @@ def _told(component: Component) -> str:
     if _wrong(component):
         counts = {"differing": component.differing, "missing": component.missing}
         told = ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
-        return f"of {counted(component.tensors, 'tensor')} {told}"
+        return f"{told} of {counted(component.tensors, 'tensor')}"
     if _state(component) == "unseen":
         return f"{counted(component.tensors, 'tensor')}, not compared"
     return f"{component.compared:,} of {counted(component.tensors, 'tensor')} compared, none differs"
