@@ -48,7 +48,7 @@ def _bar(rate: Rate, floor: float | None) -> str:
         "" if floor is None else f'<line class="floor" x1="{100 * floor:.2f}%" x2="{100 * floor:.2f}%" y1="0" y2="16"/>'
     )
     return (
-        f'<span class="rate">{rate.rate:.3f}</span> <small>{low / 100:.3f} – {high / 100:.3f}</small>'
+        f"<span><b>{rate.rate:.3f}</b> <small>{low / 100:.3f} – {high / 100:.3f}</small></span>"
         '<svg aria-hidden="true" width="100%" height="16"><rect class="track" width="100%" y="4" height="8"/>'
         f'<rect class="bar" width="{100 * rate.rate:.2f}%" y="4" height="8"/>'
         f'<line class="bounds" x1="{low:.2f}%" x2="{high:.2f}%" y1="8" y2="8"/>{mark}</svg>'
