@@ -131,7 +131,8 @@ VALUES = [
 
 RANKS = [
     Case("M82", "the embedding on the last pipeline stage is random", m.values(
-        r"embedding\.word_embeddings\.weight", v.fresh, "mp_rank_00_001"), DENSE_AND_MOE, ("topology.replica",),
+        r"embedding\.word_embeddings\.weight", v.fresh, "mp_rank_00_001"), ("qwen2_mtp", "glm4_moe_nocopies"),
+        ("topology.replica",),
         made=TWO_STAGES, blind=True),
     Case("M85", "the layers of one pipeline stage are numbered one too far", m.renumber(
         "model", lambda number: (number + 1) % 2, "mp_rank_00_001"), ("qwen2_mtp",),

@@ -35,12 +35,10 @@ def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> 
     mutant = originals.mutant(name, case.made, case.edit, at)
     words: list[object] = []
     for word in case.command.split():
-        places = {
-            "MUTANT": lambda: mutant,
-            "hf": lambda: originals.hf(name),
-            "megatron": lambda: originals.megatron(name),
-        }
-        words.append(places[word]() if word in places else word)
+        if word == "megatron":
+            words.append(originals.megatron(name))
+        else:
+            words.append({"MUTANT": mutant, "hf": originals.hf(name)}.get(word, word))
     code, out, err = call(*words, *["--json"] * (words[0] != "convert"))
     document: dict[str, Any] = json.loads(out) if out.startswith("{") else {"error": err}
     findings = document.get("findings", [])

@@ -1,4 +1,4 @@
-"""Variants that have to pass: other forms of the same checkpoint, and what releases legitimately leave out or repeat."""
+"""What has to pass: other forms of the same checkpoint, and what releases legitimately leave out or repeat."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests import packed
 from tests.mutants import hf, megatron
 from tests.mutants import values as v
 from tests.mutants.case import Case, legal
-from tests.mutants.cases_quantized import excluding
 from tests.mutants.originals import FP8
 
 ALL = ("deepseek_v3", "deepseek_v3_noq", "glm4_moe", "glm4_moe_nocopies", "glm_moe_dsa", "mimo", "qwen2_mtp",
@@ -78,29 +76,9 @@ FILES = [
     legal("L15", "trained on: trunk and head moved", hf.values(r".*_proj\.weight", v.times(1.5)),
           ("qwen2_mtp", "glm4_moe"), "verify hf MUTANT --values changed"),
     legal("L16", "every FP8 code and scale", hf.unchanged, ("deepseek_v3 in FP8, scales of any value",), ROUNDTRIP),
-    legal("M76", "only the MTP experts are packed, and declared so", excluding("glm4_moe", "awq"),
-          ("glm4_moe in AWQ, head plain",)),
-    legal("M76b", "the MTP layer's experts alone are packed, the rest of it declared plain", lambda folder: _experts(folder),
-          ("glm4_moe",), SAME),
+    legal("M76", "of the MTP layer only the experts are packed, and that is declared", hf.unchanged,
+          ("glm4_moe in AWQ, MTP attention plain",), SAME),
 ]  # fmt: skip
-
-
-def _experts(folder: Path) -> None:
-    """Trunk and MTP experts packed, MTP attention plain and on the list."""
-    for path in folder.iterdir():
-        if path.is_file():
-            path.unlink()
-    folder_of = folder / "made"
-    names = [f"model.layers.3.{m}" for m in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-             "self_attn.o_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj",
-             "mlp.shared_experts.down_proj")]  # fmt: skip
-    packed.make(
-        folder_of, "glm4_moe", "awq", lambda n: packed.is_linear(n) and n.removesuffix(".weight") not in names, names
-    )
-    for path in folder_of.iterdir():
-        path.rename(folder / path.name)
-    folder_of.rmdir()
-
 
 MEGATRON = [
     legal("L20", "torch_dist with the Transformer Engine spec", hf.unchanged, ALL, made="torch_dist"),

@@ -121,9 +121,13 @@ def exchange(name: str, other: str) -> Edit:
 
 def rename(pattern: str, other: str, ranks: str = "") -> Edit:
     """Give every key that matches another name; with an empty one drop it."""
-    return spell(
-        lambda name: (re.sub(pattern, other, name, 1) if other else "") if re.match(pattern, name) else name, ranks
-    )
+
+    def name_of(name: str) -> str:
+        if re.match(pattern, name) is None:
+            return name
+        return re.sub(pattern, other, name, count=1) if other else ""
+
+    return spell(name_of, ranks)
 
 
 def drop(pattern: str) -> Edit:

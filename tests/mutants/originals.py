@@ -45,6 +45,12 @@ def _packed(form: str, fixture: str) -> Callable[[Path], object]:
     return lambda folder: packed.make(folder, fixture, form)
 
 
+def _experts_packed(folder: Path) -> None:
+    """Trunk and experts packed, attention and shared expert of the MTP layer plain and declared so."""
+    plain = [name for name in head_modules("glm4_moe") if ".experts." not in name]
+    packed.make(folder, "glm4_moe", "awq", lambda n: is_trunk(n) or (packed.is_linear(n) and ".experts." in n), plain)
+
+
 def _with_projection(folder: Path) -> None:
     packed.make(folder, "deepseek_v3", "modelopt fp8", lambda name: packed.is_linear(name) or "eh_proj" in name)
 
@@ -61,6 +67,7 @@ MADE: Mapping[str, Callable[[Path], object]] = {
     "deepseek_v3 in FP8, scales of any value": lambda folder: coded.make(folder, "fp32"),
     "glm4_moe in AWQ": _packed("awq", "glm4_moe"),
     "glm4_moe in AWQ, head plain": _plain_head("awq", "glm4_moe"),
+    "glm4_moe in AWQ, MTP attention plain": _experts_packed,
     "qwen3_mtp in int4, head plain": _plain_head("compressed-tensors int4", "qwen3_mtp"),
     "deepseek_v3 in GPTQ, head plain": _plain_head("gptq", "deepseek_v3"),
     "glm4_moe in NVFP4, head plain": _plain_head("modelopt nvfp4", "glm4_moe"),
