@@ -95,6 +95,8 @@ MEGATRON = [
         made="torch_dist"),
     legal("M21", "MTP keys begin with language_model.", megatron.rename(r"(mtp\.)", r"language_model.\1"),
           ("qwen2_mtp", "glm4_moe"), made="torch_dist"),
+    legal("M21b", "all keys begin with language_model.", megatron.rename(r"(.*)", r"language_model.\1"),
+          ("qwen2_mtp", "glm4_moe"), made="torch_dist"),
     legal("M29", "grouped experts are spelled as local_experts", megatron.rename(
         r"(.*\.mlp\.experts\.)(linear_fc\d\.weight)(\d+)$", r"\1local_experts.\3.\2"), ("glm4_moe", "deepseek_v3"),
         made="torch"),
