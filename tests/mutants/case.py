@@ -17,12 +17,12 @@ class Case:
     """A mutant, or with exit code 0 a legal variant.
 
     ``on`` are names of originals (``originals.py``). The mutant is a copy of an original as Hugging Face folder, or,
-    with ``made``, of what ``mtpcheck convert`` makes of it with these flags. In ``command`` the word MUTANT stands for
-    the edited copy, hf for the original, megatron for the original in torch_dist.
+    with ``made``, of what ``mtpcheck convert --to`` makes of it with these flags. In ``command`` MUTANT stands for the
+    edited copy, hf for the original, megatron for the original in torch_dist, and a fixture's name for that fixture.
 
-    ``expects`` are findings, each as "check" or "check cause", with | between alternatives. The first
-    has to be a failure where the exit code is 1. ``says`` is a regular expression that the cause of a finding has to
-    match, or the complaint of a command that could not judge.
+    ``expects`` are findings, each as "check" or "check cause", with | between alternatives. The first has to be a
+    failure where the exit code is 1. ``says`` is a regular expression that the cause of that finding has to match, or
+    the complaint of a command that could not judge.
 
     ``blind``: to Hugging Face and back is byte-identical with this fault, since the way back undoes it.
     """

@@ -55,9 +55,11 @@ NAMES = [
          DENSE_AND_MOE, ("presence.missing renamed",), made=ONE_RANK),
     Case("M38m", "the first of two MTP layers is dropped", m.drop(r"mtp\.layers\.0\."), ("llama_mtp",),
          ("presence.missing dropped",), made=DIST),
-    Case("M54", "a head of noise in a tied model", m.add(
-        "output_layer.weight", "embedding.word_embeddings.weight", v.fresh), ("qwen3_mtp",), ("presence.tied",),
-        made=ONE_RANK),
+    Case("M54", "a head of noise in a tied model", m.args(untie_embeddings_and_output_weights=False),
+         ("qwen3_mtp with a head of its own",), ("presence.tied",), "verify qwen3_mtp MUTANT", made=DIST),
+    Case("M54r", "a head of noise in a tied model, in rank files", m.add(
+        "output_layer.weight", "embedding.word_embeddings.weight", v.fresh), ("qwen3_mtp",),
+        ("presence.tied|topology.replica",), made=ONE_RANK),
     Case("M72", "a dense and an MoE decoder layer are exchanged",
          m.swap_names("decoder.layers.0.", "decoder.layers.1."), EVERY_MOE,
          ("values.bits|presence.missing layers-exchanged",), made=DIST, blind=True),

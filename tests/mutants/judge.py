@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.mutants.case import Case
-from tests.mutants.originals import Originals
+from tests.mutants.originals import FIXTURE_NAMES, Originals
 
 Call = Callable[..., tuple[int, str, str]]
 """Runs mtpcheck with arguments; exit code, stdout, stderr."""
@@ -18,12 +18,12 @@ Call = Callable[..., tuple[int, str, str]]
 
 @dataclass(frozen=True)
 class Judged:
-    """``missed``: what had to be said and was not; empty if all was."""
+    """``caught``: the findings that were expected, as "check cause"; ``missed``: what had to be said and was not."""
 
     code: int
     found: tuple[str, ...]
+    caught: tuple[str, ...]
     missed: tuple[str, ...]
-    text: str
 
     @property
     def ok(self) -> bool:
@@ -33,36 +33,44 @@ class Judged:
 def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> Judged:
     """Make the mutant at ``at`` and hold what its command says against what is expected."""
     mutant = originals.mutant(name, case.made, case.edit, at)
-    words: list[object] = []
-    for word in case.command.split():
-        if word == "megatron":
-            words.append(originals.megatron(name))
-        else:
-            words.append({"MUTANT": mutant, "hf": originals.hf(name)}.get(word, word))
+    places = {"MUTANT": mutant, "hf": originals.hf(name)}
+    if "megatron" in case.command:
+        places["megatron"] = originals.megatron(name)
+    places |= {word: originals.hf(word) for word in case.command.split() if word in FIXTURE_NAMES}
+    words = [places.get(word, word) for word in case.command.split()]
     code, out, err = call(*words, *["--json"] * (words[0] != "convert"))
     document: dict[str, Any] = json.loads(out) if out.startswith("{") else {"error": err}
-    findings = document.get("findings", [])
-    found = dict.fromkeys(f"{f['check']} {f.get('cause_id', '')}".strip() for f in findings)
-    return Judged(code, tuple(found), tuple(_missed(case, code, document, findings)), out + err)
+    findings: list[dict[str, Any]] = document.get("findings", [])
+    answers = {expected: _answer(case, expected, findings) for expected in case.expects}
+    missed = [*_wrong(case, code, document), *(expected for expected, answer in answers.items() if not answer)]
+    found = dict.fromkeys(_told(finding) for finding in findings)
+    return Judged(code, tuple(found), tuple(filter(None, answers.values())), tuple(missed))
 
 
-def _missed(case: Case, code: int, document: dict[str, Any], findings: list[dict[str, Any]]) -> list[str]:
-    missed = [] if code == case.exit else [f"exit {case.exit}, got {code}: {document.get('error', '')}".strip(" :")]
-    if case.exit == 2 and not re.search(case.says, document.get("error", "")):
-        missed.append(f"a complaint with {case.says}")
-    if case.exit == 0:
-        missed += [f"no failure, got {f['check']} of {f['subject']}" for f in findings if f["severity"] == "failure"]
-    for number, expected in enumerate(case.expects):
-        fitting = [f for f in findings if _fits(expected, f)]
-        if number == 0 and case.exit == 1:
-            fitting = [f for f in fitting if f["severity"] == "failure"]
-        if case.says and number == 0:
-            fitting = [f for f in fitting if re.search(case.says, f.get("cause", ""))]
-        if not fitting:
-            missed.append(expected)
-    return missed
+def _wrong(case: Case, code: int, document: dict[str, Any]) -> Iterator[str]:
+    """What an exit code that is not the expected one, a complaint and failures of a legal variant tell."""
+    error = document.get("error", "")
+    if code != case.exit:
+        yield f"exit {case.exit}, got {code}" + f": {error}" * bool(error)
+    if case.exit == 2 and not re.search(case.says, error):
+        yield f"a complaint with {case.says}"
+    for finding in document.get("findings", []):
+        if case.exit == 0 and finding["severity"] == "failure":
+            yield f"no failure, got {finding['check']} of {finding['subject']}"
 
 
-def _fits(expected: str, finding: dict[str, Any]) -> bool:
+def _answer(case: Case, expected: str, findings: list[dict[str, Any]]) -> str:
+    """The finding that fulfils an expectation; empty if none does."""
     checks, _, causes = expected.partition(" ")
-    return finding["check"] in checks.split("|") and (not causes or finding.get("cause_id", "") in causes.split("|"))
+    first = expected == case.expects[0]
+    for finding in findings:
+        fits = finding["check"] in checks.split("|") and (not causes or finding.get("cause_id") in causes.split("|"))
+        fails = finding["severity"] == "failure" or case.exit != 1 or not first
+        says = not first or re.search(case.says, finding.get("cause", ""))
+        if fits and fails and says:
+            return _told(finding)
+    return ""
+
+
+def _told(finding: dict[str, Any]) -> str:
+    return f"{finding['check']} {finding.get('cause_id', '')}".strip()

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from tests.mutants import hf, megatron
 from tests.mutants import values as v
 from tests.mutants.case import Case, legal
-from tests.mutants.originals import FP8
+from tests.mutants.originals import FIXTURE_NAMES, FP8
 
-ALL = ("deepseek_v3", "deepseek_v3_noq", "glm4_moe", "glm4_moe_nocopies", "glm_moe_dsa", "mimo", "qwen2_mtp",
-       "qwen3_mtp", "llama_mtp")  # fmt: skip
+ALL = tuple(FIXTURE_NAMES)
 ROUNDTRIP, SAME = "roundtrip MUTANT --no-acceptance", "verify MUTANT MUTANT"
 COPIES = r"{layer}\.(embed_tokens|shared_head\.head)"
 

@@ -13,6 +13,7 @@ from tests.mutants import hf
 from tests.mutants.case import Edit
 from tests.mutants.values import fresh
 
+FIXTURE_NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 LAYER_TYPES = ["full_attention"] * 3  # of qwen3_mtp: two decoder layers and the MTP layer
 FP8 = "deepseek_v3 in FP8"
 
@@ -59,6 +60,9 @@ MADE: Mapping[str, Callable[[Path], object]] = {
     "glm4_moe with a head of its own": _of("glm4_moe", hf.values(r"{layer}\.shared_head\.head", fresh)),
     "qwen2_mtp without a head": _of("qwen2_mtp", hf.both(
         hf.drop("{mtp}"), hf.config(lambda table: table.pop("num_nextn_predict_layers")))),
+    "qwen3_mtp with a head of its own": _of("qwen3_mtp", hf.both(
+        hf.add("lm_head.weight", "model.embed_tokens.weight", fresh),
+        hf.config(lambda table: table.update(tie_word_embeddings=False)))),
     "qwen3_mtp with layer_types": _of("qwen3_mtp", hf.config(lambda table: table.update(layer_types=LAYER_TYPES))),
     "glm4_moe with mlp_layer_types": _of("glm4_moe", hf.config(
         lambda table: table.update(mlp_layer_types=["dense", "sparse", "sparse", "sparse"]))),
