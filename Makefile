@@ -8,7 +8,7 @@ VENV_019 ?= .venv-019
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup roundtrip test test-all interop-019 lint format fixtures bench clean
+.PHONY: setup roundtrip test test-all mutants interop-019 lint format fixtures bench clean
 
 setup: $(STAMP)
 
@@ -25,9 +25,13 @@ roundtrip: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
-# also every topology that megatron-core is made to load, one process a rank
+# also every topology that megatron-core is made to load, one process a rank, and 300 random faults and rewrites
 test-all: $(STAMP)
 	MTPCHECK_ALL=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests
+
+# the catalogue of damage, applied to the fixtures: what caught what, and the table in docs/faults.md
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.run --docs
 
 interop-019: $(VENV_019)/.installed
 	$(VENV_019)/bin/python -m pytest tests/interop/core_019.py

@@ -18,7 +18,8 @@ class Case:
 
     ``on`` are names of originals (``originals.py``). The mutant is a copy of an original as Hugging Face folder, or,
     with ``made``, of what ``mtpcheck convert --to`` makes of it with these flags. In ``command`` MUTANT stands for the
-    edited copy, hf for the original, megatron for the original in torch_dist, and a fixture's name for that fixture.
+    edited copy, hf for the original, megatron for the original in torch_dist, and a fixture's name for that fixture;
+    TEXT is a file of passages.
 
     ``expects`` are findings, each as "check" or "check cause", with | between alternatives. The first has to be a
     failure where the exit code is 1. ``says`` is a regular expression that the cause of that finding has to match, or

@@ -14,6 +14,7 @@ from tests.mutants.originals import FP8
 
 DENSE_AND_MOE = ("qwen2_mtp", "glm4_moe")
 EVERY_MOE = ("glm4_moe", "deepseek_v3")
+DRAFT = "verify hf MUTANT --acceptance --workload some=TEXT"
 DIST, ONE_RANK, TWO_STAGES = "torch_dist", "torch", "torch --pp 2"
 BLOCK = "mtp.layers.0.transformer_layer."
 NORMS = r"mtp\.layers\.\d+\.(.*norm\.weight|.*layer_norm_weight)$"
@@ -29,6 +30,9 @@ def _both(*edits: Edit) -> Edit:
 
 def _in_block(name: str) -> str:
     return (BLOCK + name).replace(".", r"\.") + "$"
+
+
+EXPERTS = (BLOCK + "mlp.experts.experts.linear_fc").replace(".", r"\.") + r"\d\.weight$"
 
 
 def _raw_codes(folder: Path) -> None:
@@ -87,7 +91,7 @@ VALUES = [
         r"mtp\.layers\.0\.eh_proj\.weight", v.halves(1)), ("mimo",), ("values.bits halves-exchanged",), made=DIST,
         blind=True),
     Case("M59", "MTP experts are off by one", m.values(
-        _in_block("mlp.experts.experts.linear_fc") .removesuffix("$") + r"\d\.weight$", v.rolled(-1)), EVERY_MOE,
+        EXPERTS, v.rolled(-1)), EVERY_MOE,
         ("values.bits experts-rolled",), made=DIST, blind=True),
     Case("M60", "one is added to all MTP norms", m.values(NORMS, v.plus(1.0)), DENSE_AND_MOE,
          ("values.bits offset",), made=DIST, says=r"\b1(\.0)?\b", blind=True),
@@ -110,10 +114,10 @@ VALUES = [
         _in_block("mlp.experts.experts.linear_fc1.weight"), v.halves(1)), EVERY_MOE,
         ("values.bits gate-up-exchanged",), made=DIST, blind=True),
     Case("X04m", "MTP experts stand in another order", m.values(
-        _in_block("mlp.experts.experts.linear_fc") .removesuffix("$") + r"\d\.weight$", v.reordered(2, 0, 3, 1)),
+        EXPERTS, v.reordered(2, 0, 3, 1)),
         EVERY_MOE, ("values.bits experts-permuted",), made=DIST, blind=True),
     Case("X05m", "the last two MTP experts hold the first two", m.values(
-        _in_block("mlp.experts.experts.linear_fc") .removesuffix("$") + r"\d\.weight$", v.reordered(0, 1, 0, 1)),
+        EXPERTS, v.reordered(0, 1, 0, 1)),
         EVERY_MOE, ("values.bits experts-duplicated",), made=DIST),
     Case("X15", "every decoder layer stands one place too far", m.values(
         r"decoder\.layers\.(?!.*_extra_state)", v.rolled(1)), ("qwen2_mtp",), ("values.bits layers-shifted",),
@@ -129,6 +133,16 @@ VALUES = [
         ("values.bits taken-from",), made=DIST),
     Case("X25", "the MTP layer's projection is zero", m.values(r"mtp\.layers\.0\.eh_proj\.weight", v.zeros),
          DENSE_AND_MOE, ("values.bits zeroed",), made=DIST),
+]  # fmt: skip
+
+DRAFTS = [
+    Case("M56d", "as M56, and both models are run", m.values(r"mtp\.layers\.0\.eh_proj\.weight", v.halves(1)),
+         ("qwen2_mtp",), ("acceptance.logits", "values.bits halves-exchanged"), DRAFT, made=DIST, blind=True),
+    Case("M59d", "as M59, and both models are run", m.values(
+        EXPERTS, v.rolled(-1)), ("glm4_moe",), ("acceptance.logits", "values.bits experts-rolled"), DRAFT, made=DIST,
+        blind=True),
+    Case("M60d", "as M60, and both models are run", m.values(NORMS, v.plus(1.0)), ("qwen3_mtp",),
+         ("acceptance.logits", "values.bits offset"), DRAFT, made=DIST, blind=True),
 ]  # fmt: skip
 
 RANKS = [

@@ -17,6 +17,7 @@ MUTANTS: list[Case] = [
     *cases_quantized.CASES,
     *cases_megatron.NAMES,
     *cases_megatron.VALUES,
+    *cases_megatron.DRAFTS,
     *cases_megatron.RANKS,
 ]
 

@@ -81,6 +81,18 @@ def drop(pattern: str) -> Edit:
     return edited
 
 
+def rename_in(file: str, pattern: str, other: str) -> Edit:
+    """As ``rename``, in one file, where the new names may be those of tensors in other files."""
+
+    def edited(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        names = _pairs(folder, tensors, pattern, other)
+        save_file({names.get(name, name): t for name, t in tensors.items()}, folder / file, {"format": "pt"})
+        index_again(folder)
+
+    return edited
+
+
 def _pairs(folder: Path, tensors: Tensors, pattern: str, other: str) -> dict[str, str]:
     into = _spelled(folder, other, pattern=False)
     return {name: re.sub(_spelled(folder, pattern), into, name, count=1) for name in matching(folder, tensors, pattern)}

@@ -33,7 +33,9 @@ class Judged:
 def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> Judged:
     """Make the mutant at ``at`` and hold what its command says against what is expected."""
     mutant = originals.mutant(name, case.made, case.edit, at)
-    places = {"MUTANT": mutant, "hf": originals.hf(name)}
+    places: dict[str, object] = {"MUTANT": mutant, "hf": originals.hf(name)}
+    if "TEXT" in case.command:
+        places["some=TEXT"] = f"some={originals.text()}"
     if "megatron" in case.command:
         places["megatron"] = originals.megatron(name)
     places |= {word: originals.hf(word) for word in case.command.split() if word in FIXTURE_NAMES}

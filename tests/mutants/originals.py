@@ -110,6 +110,16 @@ class Originals:
             assert code == 0, f"convert {name} --to {flags}: exit {code}"
         return path
 
+    def text(self) -> Path:
+        """Every fourth passage of the bundled texts: enough to judge drafts by."""
+        path = self.folder / "text.jsonl"
+        if not path.exists():
+            bundled = sorted((FIXTURES.parent / "mtpcheck" / "workloads").glob("*.jsonl"))
+            lines = [line for source in bundled for line in source.read_text().splitlines(keepends=True)[::4]]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(lines))
+        return path
+
     def mutant(self, name: str, made: str, edit: Edit, at: Path) -> Path:
         """A fresh copy at ``at``, edited."""
         shutil.copytree(self.megatron(name, made) if made else self.hf(name), at)

@@ -22,6 +22,7 @@ from tests.mutants.case import Case
 from tests.mutants.catalogue import LEFT, LEGAL, MUTANTS, PAIRS, applied
 from tests.mutants.judge import Judged, judge
 from tests.mutants.originals import Originals
+from tests.mutants.reports import reported
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN, END = "<!-- made by make mutants: {} -->\n", "<!-- end: {} -->\n"
@@ -72,24 +73,27 @@ def score(done: Iterable[Line]) -> str:
 
 def table(cases: list[Case], done: list[Line]) -> str:
     """A row for each case, with every original it was applied to."""
-    rows = ["| id | what is done | to | judged by | caught by | cause | exit |", "|---|---|---|---|---|---|---|"]
+    rows = ["| id | what is done | to | judged by | caught by | exit | met in |", "|---|---|---|---|---|---|---|"]
     for case in cases:
         own = [line for line in done if line.case.id == case.id]
-        pairs = [expected.partition(" ") for expected in case.expects]
-        checks = ", ".join(f"`{check.replace('|', '` or `')}`" for check, _, _ in pairs)
-        causes = ", ".join(cause.replace("|", " or ") for _, _, cause in pairs if cause)
-        blind = " ◦" if case.blind else ""
-        judged_by = case.command.replace("MUTANT", f"MUTANT ({case.made})" if case.made else "MUTANT")
-        failed = "" if all(line.judged.ok for line in own) else " **missed**"
-        names = ", ".join(dict.fromkeys(case.on))
-        rows.append(
-            f"| {case.id}{blind} | {case.what} | {names} | `{judged_by}` | {checks}{failed} | {causes} | {case.exit} |"
-        )
+        caught = "<br>".join(dict.fromkeys(_code(told) for line in own for told in line.judged.caught))
+        missed = "<br>**missed**" if any(not line.judged.ok for line in own) else ""
+        made = f"MUTANT ({case.made})" if case.made else "MUTANT"
+        told = [
+            case.id + " ◦" * case.blind, case.what, ", ".join(case.on), _code(case.command.replace("MUTANT", made)),
+            caught + missed, str(case.exit), reported(case.id),
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(told)} |")
     return "\n".join(rows)
 
 
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
 def left() -> str:
-    return "\n".join(["| id | what | why not |", "|---|---|---|", *(f"| {e.id} | {e.what} | {e.why} |" for e in LEFT)])
+    rows = [f"| {entry.id} | {entry.what} | {entry.why} | {reported(entry.id)} |" for entry in LEFT]
+    return "\n".join(["| id | what | why not | met in |", "|---|---|---|---|", *rows])
 
 
 def write(done: dict[str, list[Line]]) -> None:
