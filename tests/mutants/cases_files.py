@@ -107,6 +107,8 @@ DECLARED = [
     Case("M09", "a model without a head declares one",
          hf.config(lambda table: table.update(num_nextn_predict_layers=1)), ("qwen2_mtp without a head",),
          ("declaration.mtp", "declaration.count"), "verify hf MUTANT --allow-no-mtp"),
+    refused("M09s", "a release that declares a layer and ships none, as the original", hf.drop("{mtp}"), ONE_OF_EACH,
+            "verify MUTANT MUTANT", "declares 1 MTP layer and stores none"),
     Case("M11", "no layer is declared, one is stored", hf.count(lambda table, key: table.update({key: 0})), EVERY,
          ("declaration.mtp", "declaration.count")),
     Case("M12", "no key declares a layer", hf.count(lambda table, key: table.pop(key)), EVERY,

@@ -41,7 +41,7 @@ def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> 
     places |= {word: originals.hf(word) for word in case.command.split() if word in FIXTURE_NAMES}
     words = [places.get(word, word) for word in case.command.split()]
     code, out, err = call(*words, *["--json"] * (words[0] != "convert"))
-    document: dict[str, Any] = json.loads(out) if out.startswith("{") else {"error": err}
+    document: dict[str, Any] = json.loads(out) if out.startswith("{") else {"error": err.strip().rpartition("\n")[2]}
     findings: list[dict[str, Any]] = document.get("findings", [])
     answers = {expected: _answer(case, expected, findings) for expected in case.expects}
     missed = [*_wrong(case, code, document), *(expected for expected, answer in answers.items() if not answer)]
@@ -51,7 +51,7 @@ def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> 
 
 def _wrong(case: Case, code: int, document: dict[str, Any]) -> Iterator[str]:
     """What an exit code that is not the expected one, a complaint and failures of a legal variant tell."""
-    error = document.get("error", "")
+    error = document.get("error", "").strip().rpartition("\n")[2]
     if code != case.exit:
         yield f"exit {case.exit}, got {code}" + f": {error}" * bool(error)
     if case.exit == 2 and not re.search(case.says, error):

@@ -66,8 +66,6 @@ FILES = [
           ("glm4_moe", "qwen3_mtp"), ROUNDTRIP),
     legal("L11", "a source whose count is null", hf.count(lambda table, key: table.update({key: None})),
           ("glm4_moe", "qwen3_mtp"), ROUNDTRIP),
-    legal("L12", "a release that declares a layer and ships none", hf.drop("{mtp}"), ("glm4_moe", "qwen3_mtp"),
-          SAME + " --allow-no-mtp"),
     legal("L13", "one stored layer that is run for two steps", hf.config(
         lambda table: table.update(mtp_num_speculative_steps=2)), ("glm4_moe", "qwen3_mtp"), ROUNDTRIP),
     legal("L14", "lists that count the MTP layer", hf.unchanged, (
