@@ -148,9 +148,33 @@ def argument(data: Draw, folder: Path) -> None:
     megatron.args(**{name: data.draw(st.integers(1000, 2000))})(folder)
 
 
+def index_entry(data: Draw, folder: Path) -> None:
+    """An entry goes, is new, names another file; or the total is wrong."""
+    table = json.loads((folder / hf.INDEX).read_text())
+    names = table["weight_map"]
+    kind, name = (
+        data.draw(st.sampled_from(["gone", "new", "total", "moved"])),
+        data.draw(st.sampled_from(sorted(names))),
+    )
+    files = sorted(set(names.values()) - {names[name]})
+    if kind == "gone":
+        assume(list(names.values()).count(names.pop(name)) > 1)
+    elif kind == "new":
+        names[name + "_scale_inv"] = names[name]
+    elif kind == "total":
+        table["metadata"]["total_size"] += data.draw(st.sampled_from([-1, 1, 1 << 20]))
+    else:
+        names[name] = data.draw(st.sampled_from(files))
+    (folder / hf.INDEX).write_text(json.dumps(table))
+
+
 def damage_hf(data: Draw, folder: Path) -> None:
-    if data.draw(st.integers(0, 5)) == 0:
+    kind = data.draw(st.integers(0, 6))
+    if kind == 0 or (kind == 1 and not (folder / hf.INDEX).exists()):
         config_key(data, folder)
+        return
+    if kind == 1:
+        index_entry(data, folder)
         return
     change = data.draw(st.sampled_from([*VALUES, dropped, renamed, another_dtype, another_shape]))
     hf.edit(folder, lambda tensors: change(data, tensors))

@@ -25,6 +25,7 @@ class Case:
     failure where the exit code is 1. ``says`` is a regular expression that the cause of that finding has to match, or
     the complaint of a command that could not judge.
 
+    ``source``: the findings have to be told as faults of the original, which no conversion made.
     ``blind``: to Hugging Face and back is byte-identical with this fault, since the way back undoes it.
     """
 
@@ -38,6 +39,7 @@ class Case:
     exit: int = 1
     says: str = ""
     blind: bool = False
+    source: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.mutants import cases_files, cases_megatron, cases_quantized, cases_values, hf
+from tests.mutants import cases_files, cases_megatron, cases_quantized, cases_source, cases_values, hf
 from tests.mutants.case import Case, Left
 from tests.mutants.legal import LEGAL
 
@@ -15,6 +15,7 @@ MUTANTS: list[Case] = [
     *cases_values.HF,
     *cases_values.SCALES,
     *cases_quantized.CASES,
+    *cases_source.CASES,
     *cases_megatron.NAMES,
     *cases_megatron.VALUES,
     *cases_megatron.DRAFTS,

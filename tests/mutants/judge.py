@@ -69,7 +69,7 @@ def _answer(case: Case, expected: str, findings: list[dict[str, Any]]) -> str:
         fits = finding["check"] in checks.split("|") and (not causes or finding.get("cause_id") in causes.split("|"))
         fails = finding["severity"] == "failure" or case.exit != 1 or not first
         says = not first or re.search(case.says, finding.get("cause", ""))
-        if fits and fails and says:
+        if fits and fails and says and bool(finding.get("source")) >= case.source:
             return _told(finding)
     return ""
 

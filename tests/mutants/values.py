@@ -32,6 +32,10 @@ def ones(tensor: Tensor) -> Tensor:
     return torch.ones_like(tensor)
 
 
+def constant(value: float) -> Change:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
 def plus(constant: float) -> Change:
     return lambda tensor: (tensor.float() + constant).to(tensor.dtype)
 
