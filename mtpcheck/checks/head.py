@@ -54,7 +54,7 @@ def _same_experts(
     name: str, sample: dict[str, Floats], matrices: list[str], tensor_map: TensorMap
 ) -> Iterator[Finding]:
     first: dict[tuple[str, bytes], str] = {}
-    for part in (part for part in matrices if ".experts." in part and sample[part].any()):
+    for part in (part for part in matrices if ".experts." in part and np.count_nonzero(sample[part])):
         lead, _, rest = part.partition(".experts.")
         kind = lead + rest.partition(".")[2]
         other = first.setdefault((kind, sample[part].tobytes()), part)
@@ -68,7 +68,7 @@ def _same_experts(
 def _rounded_bias(sample: dict[str, Floats], tensor_map: TensorMap) -> Iterator[Finding]:
     for part, values in sample.items():
         wide = part.endswith(".router_bias") and tensor_map.parts[part].dtype == "F32"
-        if wide and len(values) >= _FEW and values.any() and not (values.view(np.uint32) & 0xFFFF).any():
+        if wide and len(values) >= _FEW and np.count_nonzero(values) and not (values.view(np.uint32) & 0xFFFF).any():
             what = f"is F32, and all of its {len(np.unique(values))} distinct values are bf16 values"
             yield warning("values.distinct", tensor_map.names[part], what, source=True,
                           cause="it was rounded once, which changes the choice of experts")  # fmt: skip
