@@ -145,5 +145,5 @@ DECLARED = [
 DTYPES = [
     Case("M65b", "the router's bias is stored as bf16", hf.values(
         r"{mtp}.*e_score_correction_bias", lambda tensor: tensor.to(torch.bfloat16)), ("glm4_moe", "deepseek_v3"),
-        ("values.dtype",)),
+        ("values.dtype cast",)),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ EVERY_MOE = ("glm4_moe", "deepseek_v3")
 
 HF = [
     Case("M06", "MTP matrices are as initialised, norms are one", hf.values("{mtp}", v.fresh),
-         ("qwen2_mtp", "glm4_moe", "glm_moe_dsa"), ("values.bits random",)),
+         ("qwen2_mtp", "glm4_moe", "glm_moe_dsa"), ("values.bits random", "values.bits constant")),
     Case("M06s", "as M06, in the source", hf.values("{mtp}", v.fresh), DENSE_AND_MOE, ("acceptance.dead",),
          DRAFT),
     Case("M06t", "as M06, after training on the original", hf.both(
@@ -101,7 +101,7 @@ HF = [
         r"{layer}\..*_proj\.weight", v.through(torch.float8_e4m3fn)), ("qwen3_mtp", "deepseek_v3"),
         ("values.bits cast",)),
     Case("X21", "a decoder layer is as initialised", hf.values(r"model\.layers\.1\.", v.fresh), ("qwen2_mtp",),
-         ("values.bits random",)),
+         ("values.bits random", "values.bits constant")),
     Case("X22", "two decoder layers are exchanged", hf.exchange(r"model\.layers\.1\.", "model.layers.2."),
          ("mimo", "glm4_moe"), ("values.bits layers-exchanged",)),
 ]  # fmt: skip

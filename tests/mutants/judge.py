@@ -50,13 +50,16 @@ def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> 
 
 
 def _wrong(case: Case, code: int, document: dict[str, Any]) -> Iterator[str]:
-    """What an exit code that is not the expected one, a complaint and failures of a legal variant tell."""
+    """What the exit code, a complaint, causes that are not expected, and failures of a legal variant tell."""
     error = document.get("error", "").strip().rpartition("\n")[2]
     if code != case.exit:
         yield f"exit {case.exit}, got {code}" + f": {error}" * bool(error)
     if case.exit == 2 and not re.search(case.says, error):
         yield f"a complaint with {case.says}"
+    causes = {cause for expected in case.expects for cause in expected.partition(" ")[2].split("|")} - {""}
     for finding in document.get("findings", []):
+        if causes and finding.get("cause_id") not in {None, *causes}:
+            yield f"no other cause, got {_told(finding)} of {finding['subject']}"
         if case.exit == 0 and finding["severity"] == "failure":
             yield f"no failure, got {finding['check']} of {finding['subject']}"
 

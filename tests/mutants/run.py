@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -51,13 +52,17 @@ def call(*arguments: object) -> tuple[int, str, str]:
 def lines(cases: list[Case], folder: Path) -> Iterator[Line]:
     originals = Originals(folder / "originals", lambda *arguments: call(*arguments)[0])
     for number, (case, name) in enumerate(applied(cases)):
-        yield Line(case, name, judge(case, name, originals, folder / f"mutant{number}", call))
+        at = folder / f"mutant{number}"
+        yield Line(case, name, judge(case, name, originals, at, call))
+        shutil.rmtree(at)
 
 
-def show(line: Line) -> None:
-    """At most 80 columns for what is caught; what was missed is told in full."""
-    mark = "✓" if line.judged.ok else "✗"
-    print(f"{mark} {line.case.id:<9} {line.original[:24]:<24} {line.caught[:43]}")
+def show(line: Line, heading: bool) -> None:
+    """Mostly within 80 columns; what was missed is told in full. ``heading``: what is done and who judges it first."""
+    if heading:
+        made = f" of {line.case.made}" * bool(line.case.made)
+        print(f"{line.case.id}  {line.case.what}\n    {line.case.command}{made}")
+    print(f"  {'✓' if line.judged.ok else '✗'} {line.original:<34} {line.caught}")
     for missed in line.judged.missed:
         print(f"    missed: {missed}")
     if line.judged.missed:
@@ -117,6 +122,8 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="only these entries")
     parser.add_argument("--docs", action="store_true", help="write the tables into docs/faults.md")
     wanted = parser.parse_args()
+    if wanted.docs and wanted.ids:
+        parser.error("--docs needs all entries")
     os.environ["COLUMNS"] = "80"
     done: dict[str, list[Line]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +131,7 @@ def main() -> int:
             chosen = [case for case in cases if not wanted.ids or case.id in wanted.ids]
             done[group] = []
             for line in lines(chosen, Path(folder) / group):
-                show(line)
+                show(line, heading=not done[group] or done[group][-1].case is not line.case)
                 done[group].append(line)
     print(f"\nmutants {score(done['mutants'])}, pairs {score(done['pairs'])}, legal {score(done['legal'])}")
     if wanted.docs:
