@@ -22,8 +22,8 @@ class Case:
     TEXT is a file of passages.
 
     ``expects`` are findings, each as "check" or "check cause", with | between alternatives. The first has to be a
-    failure where the exit code is 1. Where they name causes, no finding may name another. ``says`` is a regular expression that the cause of that finding has to match, or
-    the complaint of a command that could not judge.
+    failure where the exit code is 1. Where they name causes, no finding may name another. ``says`` is a regular
+    expression that the cause of the first has to match, or the complaint of a command that could not judge.
 
     ``source``: the findings have to be told as faults of the original, which no conversion made.
     ``blind``: to Hugging Face and back is byte-identical with this fault, since the way back undoes it.
