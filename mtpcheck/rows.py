@@ -50,7 +50,8 @@ class Row:
         """One part as it is: nine rows in ten, worth a short way."""
         return len(self.parts) == 1 and not self.stack and self.pad is None
 
-    def _groups(self) -> list[tuple[str, ...]]:
+    def groups(self) -> list[tuple[str, ...]]:
+        """Parts that are joined, for each stack index."""
         n = len(self.parts) // prod(self.stack)
         return [self.parts[i : i + n] for i in range(0, len(self.parts), n)]
 
@@ -64,7 +65,7 @@ class Row:
         return tuple(axes)
 
     def _group_shape(self, shapes: Mapping[str, PartShape]) -> Shape:
-        return flat(self._joined_shape(shapes, self._groups()[0]))
+        return flat(self._joined_shape(shapes, self.groups()[0]))
 
     def shape(self, shapes: Mapping[str, PartShape]) -> Shape:
         """Stored shape of the whole tensor, padding included."""
@@ -82,7 +83,7 @@ class Row:
         those of ``padding`` as far as there are any, then zeros."""
         inner = self._group_shape(shapes)
         chunks = []
-        for group in self._groups():
+        for group in self.groups():
             chunk = concat([plans[part] for part in group], self.axis).reshape(inner)
             if self.pad is not None:
                 pieces, missing = [chunk], self.pad - inner[0]
@@ -108,7 +109,7 @@ class Row:
         for _ in self.stack:
             chunks = [inner for chunk in chunks for inner in chunk.unstack()]
         parts: dict[str, Plan] = {}
-        for group, chunk in zip(self._groups(), chunks, strict=True):
+        for group, chunk in zip(self.groups(), chunks, strict=True):
             if self.pad is not None:
                 chunk = chunk.slice(0, 0, self._group_shape(shapes)[0])
             whole = chunk.reshape(factored(self._joined_shape(shapes, group)))
