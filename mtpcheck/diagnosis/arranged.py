@@ -104,11 +104,11 @@ def qkv(unit: Unit, facts: Mapping[str, int]) -> Theories:
             if ranks == groups and order == (0, 1, 2):
                 continue
             names = ", ".join(_QKV[i] for i in order)
-            each = {1: "all", groups: "group by group,"}.get(ranks, f"in each of {ranks} runs of groups all")
+            each = {1: "all groups", groups: "each group"}.get(ranks, f"each of {ranks} runs of groups")
             for side, what in ((0, "joined"), (1, "taken to be joined")):
                 other = _segments([unit.own[part][side] for part in unit.parts], ranks, order)
                 pair = (other, unit.after) if side == 0 else (unit.before, other)
-                yield Cause("qkv-regrouped", f"rows are {what} {each} {names}"), [pair]
+                yield Cause("qkv-regrouped", f"rows are {what} as {names} of {each}"), [pair]
 
 
 def _segments(parts: Sequence[Plan], ranks: int, order: Sequence[int]) -> Plan:
@@ -157,8 +157,8 @@ def rope(unit: Unit, facts: Mapping[str, int]) -> Theories:
         order = [*range(axis), axis + 1, axis, *range(axis + 2, len(region(half, 2).shape))]
         which = "" if end - start == before.shape[axis] else f" {start} to {end - 1}"
         rows = f"rows{which} of each head" if axis else f"rows{which}"
-        for (a, b), what in (((2, half), "from halves to pairs"), ((half, 2), "from pairs to halves")):
-            told = f"{rows} went {what} of rotary embedding"
+        for (a, b), what in (((2, half), "in pairs and stood in halves"), ((half, 2), "in halves and stood in pairs")):
+            told = f"{rows} stand {what}, for the other form of rotary embedding"
             yield Cause("rope-permuted", told), [(region(a, b).permute(order), other(b, a)), *fixed]
 
 
@@ -189,13 +189,13 @@ def shards(unit: Unit, facts: Mapping[str, int]) -> Theories:
             if found is None or found == list(range(count)):
                 continue
             pairs = [(_zeros(new) if i < 0 else before[i], new) for i, new in zip(found, after, strict=True)]
-            each = f"shards of {word}"
+            each = f"{count} shards of {word}"
             if sorted(found) == list(range(count)):
-                told = f"the {count} {each} stand in the order {', '.join(map(str, found))}"
+                told = f"the {each} stand in the order {', '.join(map(str, found))}"
                 yield Cause("shards-exchanged", told), pairs
             elif len(wrong := [i for i, old in enumerate(found) if i != old]) == 1:
                 what = "is zero" if found[wrong[0]] < 0 else f"is missing, and number {found[wrong[0]]} stands there"
-                yield Cause("shard-missing", f"of {count} {each} number {wrong[0]} {what} (from 0)"), pairs
+                yield Cause("shard-missing", f"of {each} number {wrong[0]} {what} (from 0)"), pairs
 
 
 def _cut(plan: Plan, axis: int, count: int) -> list[Plan]:

@@ -10,7 +10,7 @@ from mtpcheck.diagnosis.arranged import THEORIES, arranged
 from mtpcheck.diagnosis.case import Case, Cause, Told, make_case
 from mtpcheck.diagnosis.elementwise import casted, constant, offset, raw_codes, scaled
 from mtpcheck.diagnosis.form import other_dtype, other_shape
-from mtpcheck.diagnosis.fresh import is_random, with_norms
+from mtpcheck.diagnosis.fresh import is_random, with_layers
 from mtpcheck.diagnosis.grid import quantized
 from mtpcheck.diagnosis.joined import Explained, joined
 from mtpcheck.diagnosis.moved import Index, moved
@@ -106,7 +106,7 @@ def _causes(case: Case, keys: Sequence[str]) -> Told:
     told |= moved(case, left, index)
     told |= of_scales(case, [key for key in left if key not in told])
     told |= _one_by_one(case, [key for key in left if key not in told], index)
-    return with_norms(case, told)
+    return with_layers(case, [key for key in left if key not in told], told, index)
 
 
 def _one_by_one(case: Case, keys: Sequence[str], index: Index) -> Told:
@@ -135,9 +135,9 @@ def _one_by_one(case: Case, keys: Sequence[str], index: Index) -> Told:
 
 
 def _theories(case: Case) -> list[Theory]:
-    values = [partial(_of_values, theory, case) for theory in (offset, scaled, casted)]
+    values = [partial(_of_values, theory, case) for theory in (casted, offset, scaled)]
     orders = [partial(arranged, theory, case) for theory in THEORIES]
-    return [partial(_raw_codes, case), *values, *orders, partial(_of_values, quantized, case), partial(reordered, case)]
+    return [partial(_raw_codes, case), *values, *orders, partial(quantized, case), partial(reordered, case)]
 
 
 def _of_values(theory: Callable[[TensorRef, TensorRef], Cause | None], case: Case, key: str) -> Told:

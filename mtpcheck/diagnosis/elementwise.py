@@ -48,7 +48,7 @@ def offset(before: TensorRef, after: TensorRef) -> Cause | None:
     def bounds(x: Floats, y: Floats, slack: Floats) -> tuple[Floats, Floats]:
         return y - slack - x, y + slack - x
 
-    found = _one_number(before, after, bounds, lambda x, c: x + c, (1.0, -1.0))
+    found = _one_number(before, after, bounds, lambda x, c: x + c, 0.0, (1.0, -1.0))
     if found is None:
         return None
     value, where = found
@@ -65,7 +65,7 @@ def scaled(before: TensorRef, after: TensorRef) -> Cause | None:
         kept = x != 0
         return np.minimum(*ends)[kept], np.maximum(*ends)[kept]
 
-    found = _one_number(before, after, bounds, lambda x, c: x * c, (-1.0,))
+    found = _one_number(before, after, bounds, lambda x, c: x * c, 1.0, (-1.0,))
     return Cause("scaled", f"every element is {found[0]:.9g} times what it was{found[1]}") if found else None
 
 
@@ -100,7 +100,7 @@ _Apply = Callable[[Floats, Floats], Floats]
 
 
 def _one_number(
-    before: TensorRef, after: TensorRef, bounds: _Bounds, apply: _Apply, first: Sequence[float]
+    before: TensorRef, after: TensorRef, bounds: _Bounds, apply: _Apply, idle: float, first: Sequence[float]
 ) -> tuple[float, str] | None:
     """The number under which ``apply`` gives every element, and in words where it was rounded; None if none does.
 
@@ -111,7 +111,9 @@ def _one_number(
     for dtype in (before.dtype, *_NARROWER[before.dtype]):
         span = _span(before, after, bounds, dtype)
         where = "" if dtype == before.dtype else f", in {dtype}"
-        for number in _numbers(*span, first) if span else ():
+        if span is None or span[0] <= idle <= span[1]:  # what does nothing would do: rounding says it all
+            continue
+        for number in _numbers(*span, first):
             if _gives(before, after, apply, number, dtype):
                 return number, where
     return None
@@ -138,7 +140,7 @@ def _numbers(low: float, high: float, first: Sequence[float]) -> Iterator[float]
     middle = (low + high) / 2
     power = np.copysign(2.0 ** round(float(np.log2(abs(middle)))), middle) if middle else 0.0
     short = next((c for c in (float(f"{middle:.{digits}g}") for digits in range(1, 18)) if low <= c <= high), middle)
-    yield from dict.fromkeys(float(n) for n in (power, short, middle) if low <= n <= high and n)
+    yield from dict.fromkeys(float(n) for n in (power, short, middle) if low <= n <= high)
 
 
 def _gives(before: TensorRef, after: TensorRef, apply: _Apply, number: float, dtype: str) -> bool:

@@ -3,7 +3,9 @@ nothing speaks against it."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from mtpcheck.move import read_plan, slabs
 from mtpcheck.rows import flat
 from mtpcheck.tensormap import TensorRef
 
-_LEAST = 512  # elements
+_LEAST, _FEW = 512, 64  # elements, of a matrix alone and of one among others
 _SIGMAS = 5
 _FRESH = Cause("random", "the values have nothing of the original and look freshly initialised")
 
@@ -28,10 +30,10 @@ def is_random(case: Case, index: Index, key: str) -> Told:
     return {key: _FRESH} if _is_random(case, index, key) else {}
 
 
-def _is_random(case: Case, index: Index, key: str) -> bool:
+def _is_random(case: Case, index: Index, key: str, least: int = _LEAST) -> bool:
     before, after = case.before[key], case.after[key]
     shape = flat(case.model.shapes[key]) if key in case.model.shapes else after.shape
-    if len(shape) != 2 or after.elements < _LEAST or after.dtype not in STORED or index.shares_runs(key):
+    if len(shape) != 2 or after.elements < least or after.dtype not in STORED or index.shares_runs(key):
         return False
     x, y = (part.astype(np.float64) for part in next(both(before, after)))
     if not (np.isfinite(y).all() and np.isfinite(x).all()):
@@ -68,7 +70,7 @@ def _noise(values: Wide) -> bool:
 def _even(lengths: Wide, variance: float) -> bool:
     """Whether mean squares scatter no more than those of independent values."""
     ratio = float(((lengths - 1) ** 2).mean()) / variance
-    return ratio < 1 + _SIGMAS * (2 / len(lengths)) ** 0.5 + 0.1
+    return ratio < 1.1 + _SIGMAS * math.sqrt(2 / len(lengths))
 
 
 def _same_values(before: TensorRef, after: TensorRef) -> bool:
@@ -88,16 +90,18 @@ def _counts(ref: TensorRef) -> NDArray[np.int64]:
     return total
 
 
-def with_norms(case: Case, told: Told) -> Told:
-    """Causes with those of norms of exactly one and biases of zero that stand beside several random matrices."""
+def with_layers(case: Case, left: Sequence[str], told: Told, index: Index) -> Told:
+    """Causes with those of what stands beside several random matrices of a layer: small matrices, which alone tell too
+    little, norms of exactly one and biases of zero."""
     random = Counter(split_layer(key)[0] for key, cause in told.items() if cause.id == "random")
+    layers = {layer for layer, count in random.items() if layer and count > 1}
     causes = dict(told)
+    for key in left:
+        if split_layer(key)[0] in layers and _is_random(case, index, key, least=_FEW):
+            causes[key] = _FRESH
     for key, cause in told.items():
-        plain = (
-            Cause("constant", "every element is 1")
-            if key.endswith("norm")
-            else Cause("zeroed", "every element is zero")
-        )
-        if random[split_layer(key)[0]] > 1 and cause == plain and len(case.after[key].shape) == 1:
+        one, zero = Cause("constant", "every element is 1"), Cause("zeroed", "every element is zero")
+        plain = cause == (one if key.endswith("norm") else zero) and len(case.after[key].shape) == 1
+        if plain and split_layer(key)[0] in layers:
             causes[key] = _FRESH
     return causes

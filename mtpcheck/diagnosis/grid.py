@@ -6,42 +6,56 @@ dtype can tell, and each is the level that is nearest to the original.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpcheck.diagnosis.case import Cause
-from mtpcheck.diagnosis.numbers import both, half_step
+from mtpcheck.diagnosis.arranged import units
+from mtpcheck.diagnosis.case import Case, Cause, Told
+from mtpcheck.diagnosis.numbers import STORED, both, half_step
 from mtpcheck.tensormap import TensorRef
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
 _LEAST = 256  # elements: on less, any values stand on some grid
+_FINE = 1 / 64  # of a step: no fit is better than that
+_SURE = 10  # bits by which the values of a group must be nearer to the grid than chance would have them
 _FIRST = 16  # groups looked at before all of a step
 
 Wide = NDArray[np.float64]
 
 
-def quantized(before: TensorRef, after: TensorRef) -> Cause | None:
-    """The fewest bits, and for these the largest groups, that hold for the whole tensor."""
-    if len(after.shape) < 2 or after.elements < _LEAST:
+def quantized(case: Case, key: str) -> Told:
+    """The pieces of the matrix that ``key`` lies in, if it was quantized by itself or along with those beside it."""
+    widths: set[int] = set()
+    for unit in units(case, key) if case.before[key].dtype in STORED else ():
+        if unit.before.shape[1] not in widths:
+            widths.add(unit.before.shape[1])
+            dtype = case.before[key].dtype
+            if cause := _quantized(TensorRef(dtype, unit.before), TensorRef(dtype, unit.after)):
+                return dict.fromkeys(unit.parts, cause)
+    return {}
+
+
+def _quantized(before: TensorRef, after: TensorRef) -> Cause | None:
+    """The largest groups that hold for the whole matrix, and the bits that they need."""
+    columns = after.shape[1]
+    if columns < 2 or after.elements < _LEAST:
         return None
-    row = after.shape[-1]
-    sizes = [n for n in dict.fromkeys((row, *_GROUPS)) if n >= 16 and after.elements % n == 0]
-    left = {(bits, size): True for bits in _BITS for size in sizes}
-    for x, y in both(before, after):
-        for size in dict.fromkeys(size for (_, size), holds in left.items() if holds):
+    for size in sorted({columns, *_GROUPS}, reverse=True):
+        if size < 16 or after.elements % size:
+            continue
+        most = 0.0
+        for x, y in both(before, after):
             if len(y) % size:
                 return None
             old, new = (values.astype(np.float64).reshape(-1, size) for values in (x, y))
-            levels = _levels(old, new, after.dtype)
-            left.update({(bits, n): False for (bits, n) in left if n == size and levels > 1 << bits})
-        if not any(left.values()):
-            return None
-    bits, size = next(kind for kind, holds in left.items() if holds)
-    group = f"every row of {size}" if size == row else f"every group of {size}"
-    return Cause("quantized", f"the values were rounded to {bits} bits in {group}, and widened again")
+            most = max(most, _levels(old, new, after.dtype))
+            if most > 1 << _BITS[-1]:
+                break
+        else:
+            bits = next(bits for bits in _BITS if most <= 1 << bits)
+            return Cause("quantized", f"the values were rounded to {bits} bits in groups of {size}, and widened again")
+    return None
 
 
 def _levels(before: Wide, after: Wide, dtype: str) -> float:
@@ -50,41 +64,59 @@ def _levels(before: Wide, after: Wide, dtype: str) -> float:
         return np.inf
     if not (np.isfinite(before).all() and np.isfinite(after).all()):
         return np.inf
-    slack = half_step(np.abs(after).max(axis=1), dtype)[:, None] * 1.3  # of the level and of the fit
-    best = np.where(after.max(axis=1) == after.min(axis=1), 1, np.inf)  # one value: nothing says what its step was
-    for step in _steps(np.sort(after, axis=1)):
-        number, step, start = _fitted(after, step[:, None])
-        fits = np.abs(after - start - number * step) <= slack
-        fits &= np.abs(before - after) <= step / 2 * (1 + 1e-3) + slack
-        told = fits.all(axis=1) & (slack * 2 < step)[:, 0]
-        best = np.minimum(best, np.where(told, np.ptp(number, axis=1) + 1, np.inf))
-    return float(best.max())
+    most = 1.0
+    left = np.flatnonzero(after.max(axis=1) != after.min(axis=1))  # one value: nothing says what its step was
+    for way in range(_WAYS):
+        if not len(left):
+            break
+        levels = _levels_under(way, before[left], after[left], dtype)
+        most = max(most, float(levels.max(initial=0, where=np.isfinite(levels))))
+        left = left[np.isinf(levels)]
+    return np.inf if len(left) else most
 
 
-def _steps(ordered: Wide) -> Iterator[Wide]:
+def _levels_under(way: int, before: Wide, after: Wide, dtype: str) -> Wide:
+    """Levels of each group on the grid that one way of guessing its step leads to; infinite where it does not fit."""
+    own = half_step(after, dtype).astype(np.float64)
+    start = np.zeros((len(after), 1)) if way % 2 == 0 else after.min(axis=1, keepdims=True)  # most have a level at zero
+    number, step, start = _fitted(after, own, _step(way // 2, after)[:, None], start)
+    slack = np.maximum(own, step * _FINE) * 1.5  # of the level's own rounding, and of the fit
+    fits = np.abs(after - start - number * step) <= slack
+    fits &= np.abs(before - after) <= step / 2 * (1 + 1e-3) + slack
+    told = np.log2(np.maximum(1, step / (2 * slack))).sum(axis=1) > _SURE
+    levels: Wide = np.where(told & fits.all(axis=1), np.ptp(number, axis=1) + 1, np.inf)
+    return levels
+
+
+_SHARES = (1, 2, 3)
+_WAYS = 2 * (len(_SHARES) + 3 * len(_BITS))
+
+
+def _step(way: int, values: Wide) -> Wide:
     """What the step of each group may be, about: a share of the smallest gap, or of the largest value or the range."""
-    gaps = np.diff(ordered, axis=1)
-    least = np.where(gaps > 0, gaps, np.inf).min(axis=1)
-    least = np.where(np.isinf(least), 1, least)
-    largest, whole = np.abs(ordered).max(axis=1), ordered[:, -1] - ordered[:, 0]
-    for share in (1, 2, 3):
-        yield least / share
-    for bits in _BITS:
-        half = 1 << bits - 1
-        for step in (largest / (half - 1), largest / half, whole / (2 * half - 1)):
-            yield np.where(step > 0, step, 1)
+    if way < len(_SHARES):
+        gaps = np.diff(np.sort(values, axis=1), axis=1)
+        step = np.where(gaps > 0, gaps, np.inf).min(axis=1) / _SHARES[way]
+    else:
+        bits, kind = divmod(way - len(_SHARES), 3)
+        half = 1 << _BITS[bits] - 1
+        if kind == 2:
+            step = np.ptp(values, axis=1) / (2 * half - 1)
+        else:
+            step = np.abs(values).max(axis=1) / (half - 1 if kind == 0 else half)
+    return np.asarray(step, np.float64)
 
 
-def _fitted(values: Wide, step: Wide) -> tuple[Wide, Wide, Wide]:
-    """Number of each value's level, the step and the first level, fitted to all values of a group."""
-    start = values.min(axis=1, keepdims=True)
+def _fitted(values: Wide, own: Wide, step: Wide, start: Wide) -> tuple[Wide, Wide, Wide]:
+    """Number of each value's level, the step and the first level, fitted to all values of a group, the more so the more
+    exactly (``own``) each is stored."""
     for _ in range(3):
         number = np.rint((values - start) / step)
-        around, mean = number - number.mean(axis=1, keepdims=True), values.mean(axis=1, keepdims=True)
-        weight = (around * around).sum(axis=1, keepdims=True)
-        step = np.where(
-            weight > 0, (around * (values - mean)).sum(axis=1, keepdims=True) / np.maximum(weight, 1e-9), step
-        )
-        step = np.where(step > 0, step, 1)
-        start = mean - step * number.mean(axis=1, keepdims=True)
+        weight = np.maximum(own, step * _FINE) ** -2.0
+        weight /= weight.sum(axis=1, keepdims=True)
+        mean, middle = ((weight * v).sum(axis=1, keepdims=True) for v in (values, number))
+        spread = (weight * (number - middle) ** 2).sum(axis=1, keepdims=True)
+        slope = (weight * (number - middle) * (values - mean)).sum(axis=1, keepdims=True)
+        step = np.where(slope > 0, slope / np.where(spread > 0, spread, 1), step)
+        start = mean - step * middle
     return number, step, start

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mtpcheck.diagnosis.case import Case, Cause, Told
 from mtpcheck.diagnosis.same import same, samples
-from mtpcheck.diagnosis.words import component, numbers, split_layer
+from mtpcheck.diagnosis.words import component, layers, numbers, split_layer
 from mtpcheck.tensormap import TensorRef
 
 _MOST = 8  # origins looked for; many tensors may be alike
@@ -38,7 +38,7 @@ class Index:
         ref = self.case.after[key]
         alike = self._whole.get((_kind(ref), *samples(ref.plan)), [])
         found: list[str] = []
-        for other in sorted(alike, key=lambda other: _nearness(key, other)):
+        for other in sorted(alike, key=lambda other: (other in self.case.model.copies, *_nearness(key, other))):
             if len(found) < _MOST and other != key and same(self.case.before[other].plan, ref.plan):
                 found.append(other)
         return found
@@ -173,30 +173,23 @@ def _of_whole_layers(case: Case, whole: Mapping[str, str]) -> dict[str, Cause]:
         if whole.get(other) == layer:
             a, b = sorted((layer, other), key=_number)
             causes[layer] = Cause("layers-exchanged", f"{component(a)} and {component(b)} stand in each other's place")
-    for kind, word in (("layers", "decoder"), ("mtp", "MTP")):
-        pairs = {_number(a)[1]: _number(b)[1] for a, b in whole.items() if a not in causes and _is(kind, a, b)}
-        for step in sorted({other - layer for layer, other in pairs.items()}, key=abs):
-            shifted = sorted(n for n, other in pairs.items() if other - n == step)
-            vacated = f"{kind}.{shifted[-1 if step > 0 else 0] + step}"
-            gone = not any(key.startswith(vacated + ".") for key in case.after)
-            if len(shifted) < 2 and not gone:
-                continue
-            round_ = [n for n in pairs if n not in shifted and set(pairs) == set(pairs.values())]
-            way = f"{abs(step)} {'higher' if step > 0 else 'lower'}"
-            s = "s" * (len(shifted) > 1)
-            told = f"{word} layer{s} {numbers(shifted)} hold{'s' * (not s)} what the layer{s} {way} held"
-            cause = Cause("layers-shifted", told + ", going round" * bool(round_))
-            causes.update({f"{kind}.{n}": cause for n in (*shifted, *round_) if f"{kind}.{n}" not in causes})
+    order = list(case.model.layers)  # the MTP layers behind the last of the decoder, as HF often numbers them
+    places = {order.index(a): order.index(b) for a, b in whole.items() if a not in causes}
+    for step in sorted({other - layer for layer, other in places.items()}, key=abs):
+        shifted = sorted(n for n, other in places.items() if other - n == step)
+        vacated = order[shifted[-1 if step > 0 else 0] + step]
+        if len(shifted) < 2 and any(key.startswith(vacated + ".") for key in case.after):
+            continue
+        round_ = [n for n in places if n not in shifted] if set(places) == set(places.values()) else []
+        way = f"{abs(step)} {'higher' if step > 0 else 'lower'}" + ", going round" * bool(round_)
+        told = f"{layers(order[n] for n in sorted([*shifted, *round_]))} each hold what the layer {way}, held"
+        causes.update({order[n]: Cause("layers-shifted", told) for n in (*shifted, *round_) if order[n] not in causes})
     return causes
 
 
 def _number(layer: str) -> tuple[str, int]:
     kind, number = layer.split(".")
     return kind, int(number)
-
-
-def _is(kind: str, *layers: str) -> bool:
-    return all(_number(layer)[0] == kind for layer in layers)
 
 
 # ---- single tensors

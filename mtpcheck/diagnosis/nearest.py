@@ -48,7 +48,7 @@ def nearest(before: TensorRef, after: TensorRef) -> str:
             relative.see(np.nan_to_num(apart / np.abs(x), nan=0.0, posinf=0.0), start)
         steps.see(np.abs(_place(x, before.dtype) - _place(y, before.dtype)).astype(np.float64), start)
         start += len(x)
-    share = f"{differing / max(start, 1):.3g} of all elements differ" if differing != start else "all elements differ"
+    share = f"{100 * differing / start:.3g} % of the elements differ"
     if zeros == differing:
         return f"{share}, and only in the sign of zero"
     if nans == differing:

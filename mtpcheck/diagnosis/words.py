@@ -27,6 +27,15 @@ def component(stem: str) -> str:
     return f"{rest} of {whole}" if rest else whole
 
 
+def layers(names: Iterable[str]) -> str:
+    """Layers of one model, as many as there are: ``decoder layers 1 to 3 and MTP layer 0``."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        kind, number = name.split(".")
+        found.setdefault("MTP" if kind == "mtp" else "decoder", []).append(int(number))
+    return listed([f"{word} layer{'s' * (len(own) > 1)} {numbers(own)}" for word, own in found.items()])
+
+
 def components(stems: Iterable[str]) -> str:
     """Several components; counted where there are too many to name."""
     found = list(dict.fromkeys(component(stem) for stem in stems))
