@@ -9,6 +9,6 @@ and once many tensors of a component have resisted all theories, the rest of the
 
 from __future__ import annotations
 
-from mtpcheck.diagnosis.diagnose import diagnose
+from mtpcheck.diagnosis.causes import diagnose
 
 __all__ = ["diagnose"]

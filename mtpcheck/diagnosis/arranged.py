@@ -75,6 +75,8 @@ def transposed(unit: Unit, facts: Mapping[str, int]) -> Theories:
     if min(rows, columns) > 1:
         what = "the matrix is transposed" + ("" if rows == columns else ", and has its old shape all the same")
         yield Cause("transposed", what), [(unit.before.permute((1, 0)), unit.after.reshape((columns, rows)))]
+        what = "the matrix is not transposed any more, as it was in its shape"
+        yield Cause("transposed", what), [(unit.before.reshape((columns, rows)).permute((1, 0)), unit.after)]
 
 
 def gate_up(unit: Unit, facts: Mapping[str, int]) -> Theories:

@@ -80,7 +80,9 @@ class Case:
         return [key for key in keys if not same(self.before[key].plan, self.after[key].plan)]
 
     def component(self, key: str) -> str:
-        return component_of(self.scales.get(key, key))
+        """The component of a piece; one for all that no part has."""
+        part = self.scales.get(key, key)
+        return component_of(part) if part in self.model.shapes else ""
 
     @cached_property
     def spellings(self) -> Sequence[Mapping[str, Row]]:

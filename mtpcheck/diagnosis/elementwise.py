@@ -65,8 +65,12 @@ def scaled(before: TensorRef, after: TensorRef) -> Cause | None:
         kept = x != 0
         return np.minimum(*ends)[kept], np.maximum(*ends)[kept]
 
-    found = _one_number(before, after, bounds, lambda x, c: x * c, 1.0, (-1.0,))
-    return Cause("scaled", f"every element is {found[0]:.9g} times what it was{found[1]}") if found else None
+    found = _one_number(before, after, bounds, lambda x, c: x * c, 1.0, (0.0, -1.0))
+    if found is None:
+        return None
+    if found[0] == 0:
+        return Cause("zeroed", "every element is zero, and has kept its sign")
+    return Cause("scaled", f"every element is {found[0]:.9g} times what it was{found[1]}")
 
 
 def casted(before: TensorRef, after: TensorRef) -> Cause | None:
@@ -113,7 +117,7 @@ def _one_number(
         where = "" if dtype == before.dtype else f", in {dtype}"
         if span is None or span[0] <= idle <= span[1]:  # what does nothing would do: rounding says it all
             continue
-        for number in _numbers(*span, first):
+        for number in _numbers(*span, first, dtype):
             if _gives(before, after, apply, number, dtype):
                 return number, where
     return None
@@ -134,13 +138,16 @@ def _span(before: TensorRef, after: TensorRef, bounds: _Bounds, dtype: str) -> t
     return (low, high) if np.isfinite(low) and np.isfinite(high) else None
 
 
-def _numbers(low: float, high: float, first: Sequence[float]) -> Iterator[float]:
-    """Numbers to try: those expected, powers of two, the shortest decimal, the middle."""
-    yield from (number for number in first if low <= number <= high)
+def _numbers(low: float, high: float, first: Sequence[float], dtype: str) -> Iterator[float]:
+    """Numbers to try, as they are or as ``dtype`` has them: those expected, a power of two, the shortest decimal."""
+
+    def fits(number: float) -> bool:
+        return any(low <= own <= high for own in (number, float(rounded(np.array([number]), dtype)[0])))
+
     middle = (low + high) / 2
-    power = np.copysign(2.0 ** round(float(np.log2(abs(middle)))), middle) if middle else 0.0
-    short = next((c for c in (float(f"{middle:.{digits}g}") for digits in range(1, 18)) if low <= c <= high), middle)
-    yield from dict.fromkeys(float(n) for n in (power, short, middle) if low <= n <= high)
+    power = float(np.copysign(2.0 ** round(float(np.log2(abs(middle)))), middle)) if middle else 0.0
+    short = next(filter(fits, (float(f"{middle:.{digits}g}") for digits in range(1, 18))), middle)
+    yield from filter(fits, dict.fromkeys((*first, power, short, middle)))
 
 
 def _gives(before: TensorRef, after: TensorRef, apply: _Apply, number: float, dtype: str) -> bool:

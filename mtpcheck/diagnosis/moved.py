@@ -181,8 +181,8 @@ def _of_whole_layers(case: Case, whole: Mapping[str, str]) -> dict[str, Cause]:
         if len(shifted) < 2 and any(key.startswith(vacated + ".") for key in case.after):
             continue
         round_ = [n for n in places if n not in shifted] if set(places) == set(places.values()) else []
-        way = f"{abs(step)} {'higher' if step > 0 else 'lower'}" + ", going round" * bool(round_)
-        told = f"{layers(order[n] for n in sorted([*shifted, *round_]))} each hold what the layer {way}, held"
+        way = f"{abs(step)} {'higher' if step > 0 else 'lower'}{' (going round)' * bool(round_)}"
+        told = f"{layers(order[n] for n in sorted([*shifted, *round_]))} each hold what the layer {way} held"
         causes.update({order[n]: Cause("layers-shifted", told) for n in (*shifted, *round_) if order[n] not in causes})
     return causes
 
@@ -212,7 +212,10 @@ def _exchanged(case: Case, origins: Origins) -> Told:
 
 
 def _taken(case: Case, origins: Origins) -> Told:
-    return {key: Cause("taken-from", f"holds what {case.names[found[0]]} held") for key, found in origins.items()}
+    def named(key: str, other: str) -> str:
+        return case.names[other] if case.names[other] != case.names[key] else other
+
+    return {key: Cause("taken-from", f"holds what {named(key, found[0])} held") for key, found in origins.items()}
 
 
 def _scales(case: Case, origins: Origins, told: Told) -> Told:

@@ -84,5 +84,5 @@ def half_step(values: Floats, dtype: str) -> Floats:
     """Half the distance of neighbours of a dtype, as float64: by how much a rounding may have moved each value."""
     digits, least = {"BF16": (8, -133), "F16": (11, -24), "F32": (24, -149), "F64": (53, -1074)}[dtype]
     _, exponent = np.frexp(np.where(np.isfinite(values), values, 0).astype(np.float64))
-    steps: Floats = np.ldexp(0.5, np.maximum(exponent - digits, least).astype(np.int32))
+    steps: Floats = np.ldexp(0.5, np.where(values == 0, least, np.maximum(exponent - digits, least)).astype(np.int32))
     return steps
