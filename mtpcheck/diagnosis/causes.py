@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import numpy as np
+
 from mtpcheck.diagnosis.arranged import THEORIES, arranged
 from mtpcheck.diagnosis.case import Case, Cause, Told, make_case
 from mtpcheck.diagnosis.elementwise import casted, constant, offset, raw_codes, scaled
@@ -81,6 +83,7 @@ def _explain_bits(case: Case, found: Sequence[Finding]) -> Iterable[Explained]:
             yield Explained(finding, cause, key)
 
 
+@np.errstate(all="ignore")
 def _nearest(case: Case, finding: Finding, key: str, alone: bool) -> Cause | None:
     """How far apart they are: the tensor as it is stored, or the one piece of it that nothing explains."""
     sides = (case.before.get(key), case.after.get(key))
@@ -96,6 +99,7 @@ def _nearest(case: Case, finding: Finding, key: str, alone: bool) -> Cause | Non
 # ---- theories, the cheap ones first
 
 
+@np.errstate(all="ignore")  # untrusted values: NaN and infinities are looked at like any others
 def _causes(case: Case, keys: Sequence[str]) -> Told:
     """Causes of pieces that differ, as far as any theory holds."""
     if not keys:

@@ -22,11 +22,10 @@ def reordered(case: Case, key: str) -> Told:
     """The pieces of the matrix that ``key`` lies in, if its rows or columns are all there in another order."""
     for unit in units(case, key):
         for axis, word, marks in ((0, "rows", _of_rows), (1, "columns", _of_columns)):
-            if unit.before.shape[axis] > 1 and (order := _order(unit, marks)) is not None:
-                wrong = int((order != np.arange(len(order))).sum())
-                told = f"{wrong:,} of {len(order):,} {word} stand in another's place"
-                if _holds(unit, order, axis):
-                    return dict.fromkeys(unit.parts, Cause(f"{word}-permuted", told))
+            order = _order(unit, marks) if unit.before.shape[axis] > 1 else None
+            if order is not None and _holds(unit, order, axis):
+                told = f"the {len(order):,} {word} are all there and stand in another order"
+                return dict.fromkeys(unit.parts, Cause(f"{word}-permuted", told))
     return {}
 
 
