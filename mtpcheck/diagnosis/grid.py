@@ -110,7 +110,7 @@ def _step(way: int, values: Wide) -> Wide:
 def _fitted(values: Wide, own: Wide, step: Wide, start: Wide) -> tuple[Wide, Wide, Wide]:
     """Number of each value's level, the step and the first level, fitted to all values of a group, the more so the more
     exactly (``own``) each is stored."""
-    for _ in range(3):
+    for _ in range(2):
         number = np.rint((values - start) / step)
         weight = np.maximum(own, step * _FINE) ** -2.0
         weight /= weight.sum(axis=1, keepdims=True)
