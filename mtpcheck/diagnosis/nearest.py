@@ -66,7 +66,6 @@ def _place(values: Floats, dtype: str) -> NDArray[np.float64]:
     kind, low = _ORDERED[dtype]
     with np.errstate(all="ignore"):
         own = np.where(np.isnan(values), 0, values).astype(kind)
-    bits = own.view(f"u{own.itemsize}").astype(np.uint64) >> np.uint64(low)
-    sign = np.uint64(1) << np.uint64(8 * own.itemsize - 1 - low)
-    size = (bits & (sign - np.uint64(1))).astype(np.float64)
-    return np.where(bits & sign, -size, size)
+    bits = own.view(f"i{own.itemsize}").astype(np.int64) >> low
+    size = bits & (1 << 8 * own.itemsize - 1 - low) - 1
+    return np.where(bits < 0, -size, size).astype(np.float64)
