@@ -35,8 +35,8 @@ Theory = Callable[[str], Told]
 def diagnose(found: Sequence[Finding], a: Side, b: Side) -> list[Finding]:
     """Findings of a comparison of ``b`` with ``a``, with causes; those of one cause are one finding with ``members``.
 
-    Looks at values.bits, .dtype and .shape and at presence.missing, .unclaimed and .shape, unless they have a cause or are
-    the reference's own; all others stay as they are. Reads weights only where there is something to explain.
+    Looks at values.bits, .dtype and .shape and at presence.missing, .unclaimed and .shape, unless they have a cause or
+    are the reference's own; all others stay as they are. Reads weights only where there is something to explain.
     """
     wanted = {"values.bits", "values.dtype", "values.shape", "presence.missing", "presence.unclaimed", "presence.shape"}
     groups: dict[str, list[Finding]] = {}
