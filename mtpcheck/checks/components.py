@@ -40,7 +40,12 @@ def component_table(reference: TensorMap, candidate: TensorMap, findings: Iterab
             differing=own.differing + differing,
             missing=own.missing + missing,
         )
-    return list(table.values())
+    return sorted(table.values(), key=lambda own: _place(own.name))
+
+
+def _place(name: str) -> int:
+    """Embedding, decoder layers, what follows them, MTP layers."""
+    return next((n for n, lead in enumerate(("embed", "layers.", "", "mtp.")) if lead and name.startswith(lead)), 2)
 
 
 def _is_lost(part: str, candidate: TensorMap) -> bool:
