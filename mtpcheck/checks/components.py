@@ -31,7 +31,7 @@ def component_table(reference: TensorMap, candidate: TensorMap, findings: Iterab
         name = component_of(stored[0])
         own = table.get(name) or Component(name, 0, 0)
         missing = any(_is_lost(part, candidate) for part in stored)
-        differing = not missing and not affected.isdisjoint(_names(row, reference, candidate))
+        differing = bool(affected) and not missing and not affected.isdisjoint(_names(row, reference, candidate))
         table[name] = replace(
             own,
             tensors=own.tensors + 1,
