@@ -77,10 +77,11 @@ def _rounded_bias(sample: dict[str, Floats], tensor_map: TensorMap) -> Iterator[
 def _is_fresh(sample: dict[str, Floats], matrices: list[str]) -> bool:
     """Whether all norms are exactly one and all matrices look like N(0, σ) of one small σ."""
     norms = [values for part, values in sample.items() if part.endswith("norm")]
-    large = [sample[part].astype(np.float64) for part in matrices if len(sample[part]) == _SAMPLE]
-    if not norms or len(large) < 2 or not all((values == 1).all() for values in norms):
+    whole = [part for part in matrices if len(sample[part]) == _SAMPLE]
+    if not norms or len(whole) < 2 or not all((values == 1).all() for values in norms):
         return False
     with np.errstate(all="ignore"):  # any bits may stand there
+        large = [sample[part].astype(np.float64) for part in whole]
         widths = np.array([values.std() for values in large])
         tails = np.array([((values - values.mean()) ** 4).mean() / values.std() ** 4 for values in large])
         return bool(0 < widths.max() < 1.1 * widths.min() and (np.abs(tails - 3) < 0.5).all())
