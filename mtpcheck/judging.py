@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mtpcheck.draft.probe import Columns, Probing
-    from mtpcheck.report.report import Report
+    from mtpcheck.report.report import Cases, Report
 
 
 def judged(
     command: str,
     subjects: list[Path],
-    judge: Callable[[], Report],
+    judge: Callable[[], Report | Cases],
     as_json: bool,
     reports: list[str] | None,
     quiet: bool,
@@ -30,7 +30,7 @@ def judged(
 ) -> int:
     """Run a judging command and render its report everywhere it is wanted."""
     from mtpcheck.report import formats, machine
-    from mtpcheck.report.report import Unjudged
+    from mtpcheck.report.report import Cases, Unjudged
     from mtpcheck.report.words import verdict_line
 
     targets: list[formats.Target] = []
@@ -44,17 +44,20 @@ def judged(
             typer.echo(machine.error_json(ended))
         _print(formats.printed(targets, ended))
         raise
-    if no_acceptance:
+    if no_acceptance and not isinstance(report, Cases):
         report.skip("acceptance", "--no-acceptance was given")
     formats.write(targets, report)
     if as_json:
-        typer.echo(machine.as_json(report))
+        typer.echo(formats.FORMATS["json"].render(report))
     elif quiet:
         typer.echo(verdict_line(report))
     else:
-        from mtpcheck.report.terminal import render
+        from mtpcheck.report.terminal import render, render_cases
 
-        render(report, console(), verbose)
+        if isinstance(report, Cases):
+            render_cases(report, console(), verbose)
+        else:
+            render(report, console(), verbose)
     _print(formats.printed(targets, report))
     return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
 

@@ -9,26 +9,31 @@ from pathlib import Path
 
 from mtpcheck.errors import UsageError
 from mtpcheck.report import github, html, junit, machine, markdown
-from mtpcheck.report.report import Report, Unjudged
+from mtpcheck.report.report import Cases, Report, Unjudged
+
+Told = Report | Cases | Unjudged
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a report is rendered, and an error."""
+    """How a report is rendered, several of them, and an error."""
 
     report: Callable[[Report], str]
+    cases: Callable[[Cases], str]
     error: Callable[[Unjudged], str]
 
-    def render(self, told: Report | Unjudged) -> str:
-        return self.error(told) if isinstance(told, Unjudged) else self.report(told)
+    def render(self, told: Told) -> str:
+        if isinstance(told, Unjudged):
+            return self.error(told)
+        return self.cases(told) if isinstance(told, Cases) else self.report(told)
 
 
 FORMATS: Mapping[str, Format] = {
-    "json": Format(machine.as_json, machine.error_json),
-    "junit": Format(junit.as_junit, junit.error_junit),
-    "github": Format(github.as_github, github.error_github),
-    "markdown": Format(markdown.as_markdown, markdown.error_markdown),
-    "html": Format(html.as_html, html.error_html),
+    "json": Format(machine.as_json, machine.cases_json, machine.error_json),
+    "junit": Format(junit.as_junit, junit.cases_junit, junit.error_junit),
+    "github": Format(github.as_github, github.cases_github, github.error_github),
+    "markdown": Format(markdown.as_markdown, markdown.cases_markdown, markdown.error_markdown),
+    "html": Format(html.as_html, html.cases_html, html.error_html),
 }
 
 
@@ -61,7 +66,7 @@ def _target(text: str, subjects: Sequence[Path], as_json: bool) -> Target:
     return Target(kind, path)
 
 
-def write(targets: Sequence[Target], told: Report | Unjudged) -> None:
+def write(targets: Sequence[Target], told: Told) -> None:
     """Write every file, and what GitHub collects in files of its own if one of the targets is for GitHub."""
     for target in targets:
         if target.path is not None:
@@ -71,7 +76,7 @@ def write(targets: Sequence[Target], told: Report | Unjudged) -> None:
         github.append(told, os.environ)
 
 
-def printed(targets: Sequence[Target], told: Report | Unjudged) -> Iterator[str]:
+def printed(targets: Sequence[Target], told: Told) -> Iterator[str]:
     """What goes to stdout, after the result."""
     for target in targets:
         if target.path is None:

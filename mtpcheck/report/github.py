@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mtpcheck.report.finding import Finding, Severity
-from mtpcheck.report.markdown import LIMIT, as_markdown, error_markdown
-from mtpcheck.report.report import Report, Unjudged
+from mtpcheck.report.markdown import LIMIT, as_markdown, cases_markdown, error_markdown
+from mtpcheck.report.report import Cases, Report, Unjudged
 from mtpcheck.report.words import clipped, counted, details, ordered, unjudged, verdict_line
 
 MOST = 10
@@ -34,12 +34,20 @@ def as_github(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+def cases_github(cases: Cases) -> str:
+    """The verdict on all cases, then what each that fails has to tell."""
+    title, kind = f"mtpcheck {cases.command}", "notice" if cases.verdict == "holds" else "error"
+    head = _command(kind, title, f"{' '.join(cases.subjects)}\n{verdict_line(cases)}")
+    told = [as_github(report) for report in cases.reports if report.verdict != "holds" or report.findings]
+    return "\n".join([head, *told]).rstrip("\n") + "\n"
+
+
 def error_github(error: Unjudged) -> str:
     title = f"mtpcheck {error.command}: could not judge"
     return _command("error", title, f"{' '.join(error.subjects)}\n{error.sentence}") + "\n"
 
 
-def append(told: Report | Unjudged, environment: Mapping[str, str]) -> None:
+def append(told: Report | Cases | Unjudged, environment: Mapping[str, str]) -> None:
     """Append summary and outputs where GitHub wants them; nowhere if the variables are not set."""
     if path := environment.get("GITHUB_STEP_SUMMARY"):
         _append(path, _summary(told, LIMIT - (Path(path).stat().st_size if Path(path).exists() else 0)))
@@ -47,18 +55,22 @@ def append(told: Report | Unjudged, environment: Mapping[str, str]) -> None:
         _append(path, "".join(f"{name}={value}\n" for name, value in _outputs(told).items()))
 
 
-def _summary(told: Report | Unjudged, room: int) -> str:
+def _summary(told: Report | Cases | Unjudged, room: int) -> str:
     if isinstance(told, Unjudged):
         return error_markdown(told)
-    return as_markdown(told, room) if room > 0 else ""
+    if room <= 0:
+        return ""
+    return cases_markdown(told, room) if isinstance(told, Cases) else as_markdown(told, room)
 
 
-def _outputs(told: Report | Unjudged) -> dict[str, str]:
-    """``verdict``, and ``acceptance``: the rate of depth 1 of the first checkpoint, or nothing."""
+def _outputs(told: Report | Cases | Unjudged) -> dict[str, str]:
+    """``verdict``, and ``acceptance``: the rate of depth 1 of the first checkpoint, the lowest of several cases, or
+    nothing."""
     if isinstance(told, Unjudged):
         return {"verdict": "could not judge", "acceptance": ""}
-    rates = [column.overall.depths[0].rate for column in told.acceptance[:1]]
-    return {"verdict": told.verdict, "acceptance": "".join(f"{rate:.4f}" for rate in rates)}
+    reports = told.reports if isinstance(told, Cases) else [told]
+    rates = [column.overall.depths[0].rate for report in reports for column in report.acceptance[:1]]
+    return {"verdict": told.verdict, "acceptance": f"{min(rates):.4f}" if rates else ""}
 
 
 def _append(path: str, text: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from mtpcheck.report import bars, layermap
 from mtpcheck.report.elements import code, lines, section, table, text
 from mtpcheck.report.finding import Finding, Severity
-from mtpcheck.report.machine import as_dict, error_dict
-from mtpcheck.report.report import Check, Declared, Report, Unjudged, check_table
+from mtpcheck.report.machine import as_dict, cases_dict, error_dict
+from mtpcheck.report.report import Cases, Check, Declared, Report, Unjudged, check_table
 from mtpcheck.report.words import (
     details,
     fitting,
@@ -22,6 +22,7 @@ from mtpcheck.report.words import (
     told_apart,
     unjudged,
     verdict,
+    verdict_of_cases,
 )
 
 _FINDINGS = 900_000
@@ -31,11 +32,36 @@ _DOCUMENT = 700_000
 _LISTED = 100
 _MEMBERS = 8
 _STATUS = {"passed": "✓ passed", "failed": "✗ failed", "skipped": "– not run", "unjudged": "? could not judge"}
+_KINDS = {"holds": "holds", "fails": "fails"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def as_html(report: Report) -> str:
     """A report as a page of about 2 MB at most."""
+    word, rest = verdict(report)
+    return _page(f"{word}{rest}", _body(report), _cut(as_dict(report)))
+
+
+def cases_html(cases: Cases) -> str:
+    """One case after the other on one page, below the verdict on all and links to each."""
+    word, rest = verdict_of_cases(cases)
+    kind = _KINDS.get(cases.verdict, "unjudged")
+    rows = [
+        [f'<a href="#c{n}">{code(" ".join(report.subjects))}</a>', text("".join(verdict(report)))]
+        for n, report in enumerate(cases.reports)
+    ]
+    head = _header(cases.command, kind, word, rest.lstrip(":,; "), "", cases.subjects, "")
+    bodies = [
+        f'<section id="c{n}">\n' + "\n".join(_body(report, f"c{n}")) + "\n</section>"
+        for n, report in enumerate(cases.reports)
+    ]
+    document = cases_dict(cases)
+    document["cases"] = [_cut(own) for own in document["cases"]]
+    return _page(f"{word}{rest}", [head, table(["case", "verdict"], rows, "cases"), *bodies], document)
+
+
+def _body(report: Report, prefix: str = "") -> list[str]:
+    """Heading, links and sections; ids of sections start with ``prefix``."""
     found, source = told_apart(report)
     sections = {
         "Checks": [_checks(report.checks)],
@@ -47,11 +73,9 @@ def as_html(report: Report) -> str:
         "Notes": [lines(listed(report.notes, 5 * _LISTED))],
         "Not judged": [_skipped(report.checks)],
     }
-    made = {title: section(f"s{n}", title, *parts) for n, (title, parts) in enumerate(sections.items())}
-    links = "".join(f'<a href="#s{n}">{text(title)}</a>' for n, title in enumerate(made) if made[title])
-    body = [_head(report), f"<nav>{links}</nav>", *(part for part in made.values() if part)]
-    word, rest = verdict(report)
-    return _page(f"{word}{rest}", body, _cut(as_dict(report)))
+    made = {title: section(f"{prefix}s{n}", title, *parts) for n, (title, parts) in enumerate(sections.items())}
+    links = "".join(f'<a href="#{prefix}s{n}">{text(title)}</a>' for n, title in enumerate(made) if made[title])
+    return [_head(report), f"<nav>{links}</nav>", *(part for part in made.values() if part)]
 
 
 def error_html(error: Unjudged) -> str:
@@ -91,7 +115,7 @@ def _cut(document: dict[str, Any]) -> dict[str, Any]:
 
 def _head(report: Report) -> str:
     word, rest = verdict(report)
-    kind = {"HOLDS": "holds", "FAILS": "fails"}.get(word, "unjudged")
+    kind = _KINDS.get(report.verdict, "unjudged")
     if first := lead(report):
         told = {name: value for name, value in details(first).items() if name in ("cause", "to do")}
         message = f"<p>{code(first.subject, 200)}</p><p>{text(first.message, 300)}</p>"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from mtpcheck.report.finding import Finding, Severity
-from mtpcheck.report.report import Component, Report, Unjudged, check_table, of_group
+from mtpcheck.report.report import Cases, Component, Report, Unjudged, check_table, of_group
 from mtpcheck.report.words import LONGEST, counted, details, listed, told_apart
 
 _CASES = 500
@@ -21,8 +21,17 @@ _MEMBERS = 50
 
 def as_junit(report: Report) -> str:
     """A report as one test suite."""
+    return _document([_suite_of(report, f"mtpcheck.{report.command}")])
+
+
+def cases_junit(cases: Cases) -> str:
+    """A test suite for each case."""
+    names = [f"mtpcheck.{cases.command}.{' '.join(report.subjects)}" for report in cases.reports]
+    return _document([_suite_of(report, name) for report, name in zip(cases.reports, names, strict=True)])
+
+
+def _suite_of(report: Report, classname: str) -> Element:
     suite = _suite(report.command, report.subjects)
-    classname = f"mtpcheck.{report.command}"
     for check in report.checks:
         case = _case(suite, classname, check.group)
         if check.status == "skipped":
@@ -38,14 +47,14 @@ def as_junit(report: Report) -> str:
     conversion, source = ([f for f in told if f.severity is Severity.FAILURE] for told in told_apart(report))
     _failures(suite, classname, conversion)
     _failures(suite, f"{classname}.source", source)
-    return _document(suite)
+    return suite
 
 
 def error_junit(error: Unjudged) -> str:
     """One test case in error: could not judge."""
     suite = _suite(error.command, error.subjects)
     _tell(_case(suite, f"mtpcheck.{error.command}", "could not judge"), "error", error.sentence, [error.sentence])
-    return _document(suite)
+    return _document([suite])
 
 
 def _suite(command: str, subjects: Sequence[str]) -> Element:
@@ -99,7 +108,20 @@ def _line(text: str) -> str:
     )
 
 
-def _document(suite: Element) -> str:
+def _document(suites: Sequence[Element]) -> str:
+    for suite in suites:
+        _number(suite)
+    root = Element("testsuites")
+    for attribute in ("name", "failures", "errors", "tests", "time"):
+        values = [suite.get(attribute, "") for suite in suites]
+        root.set(attribute, values[0] if attribute in ("name", "time") else str(sum(map(int, values))))
+    root.extend(suites)
+    indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + tostring(root, encoding="unicode") + "\n"
+
+
+def _number(suite: Element) -> None:
+    """Give cases of one name numbers, and the suite its counts."""
     cases, taken = list(suite), set()
     for case in cases:
         classname, first = case.get("classname"), case.get("name")
@@ -113,7 +135,3 @@ def _document(suite: Element) -> str:
         suite.set(attribute, str(sum(1 for case in cases if case.find(kind) is not None)))
     suite.set("tests", str(len(cases)))
     suite.set("time", "0")
-    root = Element("testsuites", {key: value for key, value in suite.attrib.items() if key != "skipped"})
-    root.append(suite)
-    indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + tostring(root, encoding="unicode") + "\n"

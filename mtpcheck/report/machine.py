@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mtpcheck import __version__
 from mtpcheck.report import drafts
 from mtpcheck.report.finding import Severity
-from mtpcheck.report.report import Report, Unjudged
+from mtpcheck.report.report import Cases, Report, Unjudged
 from mtpcheck.report.words import ordered
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 def as_json(report: Report) -> str:
     return _text(as_dict(report))
+
+
+def cases_dict(cases: Cases) -> dict[str, Any]:
+    """The document of several cases; each has that of its report."""
+    told = {"subjects": cases.subjects, "verdict": cases.verdict, "cases": [as_dict(own) for own in cases.reports]}
+    return {**_head(cases.command), **told, "run": _run()}
+
+
+def cases_json(cases: Cases) -> str:
+    return _text(cases_dict(cases))
 
 
 def error_dict(error: Unjudged) -> dict[str, Any]:

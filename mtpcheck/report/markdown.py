@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mtpcheck.report import drafts
 from mtpcheck.report.finding import Finding, Severity
-from mtpcheck.report.report import Component, Declared, Report, Unjudged
+from mtpcheck.report.report import Cases, Component, Declared, Report, Unjudged
 from mtpcheck.report.words import (
     clipped,
     counted,
@@ -18,6 +18,8 @@ from mtpcheck.report.words import (
     source_heading,
     told_apart,
     verdict,
+    verdict_line,
+    verdict_of_cases,
 )
 
 LIMIT = 900_000
@@ -36,6 +38,21 @@ def as_markdown(report: Report, limit: int = LIMIT) -> str:
     shown, left = fitting(blocks, room)
     more = [f"and {left:,} more findings, which the JSON report has.\n"] if left else []
     return "\n".join([*parts, *shown, *more])
+
+
+def cases_markdown(cases: Cases, limit: int = LIMIT) -> str:
+    """All verdicts in a table, then every case that does not simply hold, in as many bytes as are left for each."""
+    word, rest = verdict_of_cases(cases)
+    rows = [
+        [code(" ".join(report.subjects)), _text(verdict_line(report)), _text(report.summary)]
+        for report in cases.reports
+    ]
+    head = [f"## mtpcheck {cases.command}: {word}{_text(rest)}", "", " ".join(map(code, cases.subjects)),
+            *_table(["case", "verdict", ""], rows), ""]  # fmt: skip
+    told = [report for report in cases.reports if report.verdict != "holds" or report.findings or report.acceptance]
+    first = "\n".join(head)
+    room = (limit - len(first.encode())) // max(1, len(told))
+    return "\n".join([first, *(as_markdown(report, room) for report in told)])
 
 
 def error_markdown(error: Unjudged) -> str:

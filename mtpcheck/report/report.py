@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mtpcheck.draft.writing import Written
 
 Status = Literal["passed", "failed", "skipped", "unjudged"]
+Verdict = Literal["holds", "fails", "could not judge"]
+EXIT_CODES: Mapping[Verdict, int] = {"fails": FAILS, "could not judge": COULD_NOT_JUDGE, "holds": HOLDS}
+"""Worst first."""
 
 
 @lru_cache(maxsize=1)
@@ -124,18 +127,37 @@ class Report:
         return [f for f in self.findings if f.source and f.severity is not Severity.NOTE]
 
     @property
-    def verdict(self) -> Literal["holds", "fails", "could not judge"]:
+    def verdict(self) -> Verdict:
         if self.failures:
             return "fails"
         return "could not judge" if any(check.status == "unjudged" for check in self.checks) else "holds"
 
     @property
     def exit_code(self) -> int:
-        return {"holds": HOLDS, "fails": FAILS, "could not judge": COULD_NOT_JUDGE}[self.verdict]
+        return EXIT_CODES[self.verdict]
 
     @property
     def skipped(self) -> list[str]:
         return [check.group for check in self.checks if check.status == "skipped"]
+
+
+@dataclass
+class Cases:
+    """What one command found in several cases, each of them a report. ``subjects``: what named the cases."""
+
+    command: str
+    subjects: list[str]
+    reports: list[Report]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all; a failure is sure, whatever else could not be judged."""
+        verdicts = {report.verdict for report in self.reports}
+        return next((verdict for verdict in EXIT_CODES if verdict in verdicts), "holds")
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
 
 
 @dataclass(frozen=True)

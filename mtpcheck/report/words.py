@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpcheck.report.finding import Finding, Severity, printable
-from mtpcheck.report.report import Check, Report, cause_table, check_table
+from mtpcheck.report.report import Cases, Check, Report, cause_table, check_table
 
 LONGEST = 1000
 """Characters of one line, where a format has a limit. Names are untrusted and may be as long as a file."""
@@ -34,8 +34,17 @@ def verdict(report: Report) -> tuple[str, str]:
     return word, ": " + "; ".join(text for text in (told, source, skipped) if text)
 
 
-def verdict_line(report: Report) -> str:
-    return "".join(verdict(report))
+def verdict_line(told: Report | Cases) -> str:
+    return "".join(verdict_of_cases(told) if isinstance(told, Cases) else verdict(told))
+
+
+def verdict_of_cases(cases: Cases) -> tuple[str, str]:
+    """The verdict on several cases, and how many of them it is about."""
+    word = cases.verdict
+    about = sum(1 for report in cases.reports if report.verdict == word)
+    warnings = sum(1 for report in cases.reports for f in report.findings if f.severity is Severity.WARNING)
+    more = f", {counted(warnings, 'warning')}" if warnings and word == "holds" else ""
+    return word.upper(), f": {about:,} of {counted(len(cases.reports), 'case')}{more}"
 
 
 def _source(report: Report) -> str:
