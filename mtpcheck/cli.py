@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from mtpcheck import __version__, exits
+from mtpcheck.cli_gate import fixture, gate
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
 from mtpcheck.flags import (
@@ -268,6 +269,10 @@ def accept(
         return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing)
 
     return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
+
+
+app.command()(gate)
+app.command()(fixture)
 
 
 def _options(

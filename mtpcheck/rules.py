@@ -125,6 +125,13 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
     return None
 
 
+def resized(types: Any, layers: int, mtp: int) -> list[str]:
+    """The same schedule of indexers for another number of layers; MTP layers have one each."""
+    frequency, offset = _indexer_schedule(types) or (1, 1)
+    trunk = ["shared" if max(n - offset, 0) % frequency else "full" for n in range(1, layers + 1)]
+    return trunk + ["full"] * mtp
+
+
 def _indexer_types(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
     offset = max(args.get("dsa_indexer_skip_topk_offset") or 1, 1)
     count = facts.get("layers", 0) + (args.get("mtp_num_layers") or 0)
