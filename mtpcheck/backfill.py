@@ -65,4 +65,6 @@ def told(names: Collection[str]) -> str:
 
 def _one(first: Finding, names: list[str]) -> Finding:
     cause, members = cause_table()[CAUSE], tuple(names) if len(names) > 1 else ()
-    return replace(first, subject=told(names), members=members, cause=cause["help"], cause_id=CAUSE, todo=cause["todo"])
+    message = first.message if first.members or not members else f"{first.subject}: {first.message}"
+    why = {"cause": cause["help"], "cause_id": CAUSE, "todo": cause["todo"]}
+    return replace(first, subject=told(names), message=message, members=members, **why)

@@ -19,6 +19,7 @@ from mtpcheck.flags import (
     AcceptanceOption,
     AllowNoMtp,
     Columns,
+    Config,
     Ep,
     Etp,
     ExitZero,
@@ -116,9 +117,11 @@ def verify(
     workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
+    config: Config = None,
     exit_zero: ExitZero = False,
 ) -> int:
     """Compare any two checkpoints in any two layouts, whoever made them."""
+    from mtpcheck.accepted import add_known
     from mtpcheck.verify import verify as run
 
     def judge() -> Report:
@@ -128,7 +131,17 @@ def verify(
         probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
         return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration, probing)
 
-    return judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged(
+        "verify",
+        [reference, candidate],
+        lambda: add_known(judge(), config),
+        as_json,
+        report,
+        quiet,
+        verbose,
+        no_acceptance,
+        exit_zero,
+    )
 
 
 @app.command()
@@ -161,12 +174,14 @@ def roundtrip(
     workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
+    config: Config = None,
     exit_zero: ExitZero = False,
 ) -> int:
     """There and back through files, then every check.
 
     Example: mtpcheck roundtrip ./GLM-4.5-Air --keep /big/disk/check
     """
+    from mtpcheck.accepted import add_known
     from mtpcheck.proof import prove
     from mtpcheck.roundtrip import roundtrip as run
 
@@ -183,7 +198,17 @@ def roundtrip(
         probing = None if no_acceptance else probing_of(workload, acceptance.value)
         return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration, probing)
 
-    return judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged(
+        "roundtrip",
+        [ckpt],
+        lambda: add_known(judge(), config),
+        as_json,
+        report,
+        quiet,
+        verbose,
+        no_acceptance,
+        exit_zero,
+    )
 
 
 @app.command()

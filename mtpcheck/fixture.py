@@ -71,7 +71,9 @@ def _fill(folder: Path, source: Path, size: Size, seed: int) -> None:
     family = load_family(tensor_map.family)
     facts = _facts(tensor_map, size)
     _write(folder / SINGLE, list(_tensors(family.model(facts), tensor_map, seed)))
-    config = config_from_facts(family.all_config, facts, base.config)
+    lists = {key for row in family.all_config if isinstance(facts.get(row.fact or ""), list) for key in row.keys}
+    stated = {key: value for key, value in (base.config or {}).items() if key not in lists}
+    config = config_from_facts(family.all_config, facts, stated)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(base, folder)
 
@@ -98,8 +100,7 @@ def _facts(base: TensorMap, size: Size) -> dict[str, Any]:
         facts["dense_layers"] = min(facts["dense_layers"], layers)
         if facts["experts"] % facts["router_groups"] or facts["experts"] < 2 * facts["router_groups"]:
             facts |= {"router_groups": 1, "router_topk_groups": 1}  # a group is judged by its two best
-    if facts.get("indexer_types"):
-        facts["indexer_types"] = resized(facts["indexer_types"], layers, mtp)
+    facts |= {name: resized(value, base.facts, layers, mtp) for name, value in facts.items() if isinstance(value, list)}
     return facts | {"layers": layers, "mtp_layers": mtp, "mtp_stored": mtp}
 
 

@@ -125,11 +125,15 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
     return None
 
 
-def resized(types: Any, layers: int, mtp: int) -> list[str]:
-    """The same schedule of indexers for another number of layers; MTP layers have one each."""
-    frequency, offset = _indexer_schedule(types) or (1, 1)
-    trunk = ["shared" if max(n - offset, 0) % frequency else "full" for n in range(1, layers + 1)]
-    return trunk + ["full"] * mtp
+def resized(kinds: list[Any], facts: Facts, layers: int, mtp: int) -> list[Any]:
+    """A list of one entry a layer for another number of layers: indexers in the same schedule, other kinds of layers in
+    the same order again and again. MTP layers are of the kind that the last one was, or that the trunk ends with."""
+    trunk = kinds[: facts["layers"]]
+    if schedule := _indexer_schedule(kinds) if set(kinds) == {"full", "shared"} else None:
+        own = ["shared" if max(n - schedule[1], 0) % schedule[0] else "full" for n in range(1, layers + 1)]
+    else:
+        own = [trunk[n % len(trunk)] for n in range(layers)]
+    return own + [kinds[-1]] * mtp
 
 
 def _indexer_types(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:

@@ -229,7 +229,7 @@ def test_a_command_that(misbehaved: dict[str, Document], name: str) -> None:
     assert found["subject"] == "to_megatron"
     assert all(text in json.dumps(found, ensure_ascii=False) for text in told)
     assert [c["status"] for c in misbehaved[name]["checks"] if c["group"] == "commands"] == ["failed"]
-    assert "tmp" not in json.dumps(misbehaved[name])  # the working folder is gone
+    assert "/mtpcheck-" not in json.dumps(misbehaved[name])  # the working folder is gone
 
 
 def test_the_tail_of_the_output_is_told(misbehaved: dict[str, Document]) -> None:
