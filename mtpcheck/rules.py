@@ -126,14 +126,11 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
 
 
 def resized(kinds: list[Any], facts: Facts, layers: int, mtp: int) -> list[Any]:
-    """A list of one entry a layer for another number of layers: indexers in the same schedule, other kinds of layers in
-    the same order again and again. MTP layers are of the kind that the last one was, or that the trunk ends with."""
+    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers are of
+    the kind that the last one was. Indexers that Megatron has no schedule for all become layers' own."""
     trunk = kinds[: facts["layers"]]
-    if schedule := _indexer_schedule(kinds) if set(kinds) == {"full", "shared"} else None:
-        own = ["shared" if max(n - schedule[1], 0) % schedule[0] else "full" for n in range(1, layers + 1)]
-    else:
-        own = [trunk[n % len(trunk)] for n in range(layers)]
-    return own + [kinds[-1]] * mtp
+    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * mtp]
+    return ["full"] * len(own) if "shared" in own and _indexer_schedule(own) is None else own
 
 
 def _indexer_types(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
