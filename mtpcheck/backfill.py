@@ -67,4 +67,4 @@ def _one(first: Finding, names: list[str]) -> Finding:
     cause, members = cause_table()[CAUSE], tuple(names) if len(names) > 1 else ()
     message = first.message if first.members or not members else f"{first.subject}: {first.message}"
     why = {"cause": cause["help"], "cause_id": CAUSE, "todo": cause["todo"]}
-    return replace(first, subject=told(names), message=message, members=members, **why)
+    return replace(first, subject=told(names), message=message, members=members, part="", **why)

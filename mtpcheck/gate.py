@@ -230,7 +230,8 @@ class _Run:
                 self.report.skip(check.group, check.detail)
             else:
                 self.report.checks.append(replace(check, detail=f"{leg}: {check.detail}"))
-        self.report.include(judged.findings)
+        told = {(f.check, f.subject, f.cause_id) for f in self.report.findings}
+        self.report.findings += [f for f in judged.findings if (f.check, f.subject, f.cause_id) not in told]
         self.report.components = self.report.components or judged.components
         self.report.declared = self.report.declared or judged.declared
         self.report.acceptance = judged.acceptance
