@@ -40,25 +40,19 @@ def rules(config: Config) -> Iterator[Rule]:
     yield Rule("decoder.final_layernorm.weight", ["model.norm.weight"])
     yield Rule("output_layer.weight", ["lm_head.weight"])
     for k in range(layers):
-        yield from layer(
-            config, f"decoder.layers.{k}.", f"model.layers.{k}.", moe and k >= config["first_k_dense_replace"]
-        )
+        sparse = moe and k >= config["first_k_dense_replace"]
+        yield from layer(config, f"decoder.layers.{k}.", f"model.layers.{k}.", sparse)
     for i in range(config[COUNT]):
         hf = f"model.layers.{layers + i}." if moe else f"mtp.layers.{i}."
         own = "mtp." if i == 0 and not moe else hf  # the first added layer keeps its norms outside the list
-        names = MTP_NAMES[config["model_type"]]
-        yield from (Rule(f"mtp.layers.{i}.{theirs}.weight", [f"{own}{name}.weight"]) for theirs, name in names.items())
+        names = zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), MTP_NAMES[config["model_type"]], strict=True)
+        yield from (Rule(f"mtp.layers.{i}.{theirs}.weight", [f"{own}{name}.weight"]) for theirs, name in names)
         yield from layer(config, f"mtp.layers.{i}.transformer_layer.", hf, moe)
 
 
-MTP_NAMES = {
-    "glm4_moe": {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"},
-    "llama": {
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "eh_proj": "fc",
-        "final_layernorm": "norm",
-    },
+MTP_NAMES = {  # of Megatron's enorm, hnorm, eh_proj and final_layernorm
+    "glm4_moe": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "llama": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
 
 

@@ -33,7 +33,7 @@ from mtpcheck.perturb import perturb
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Cases, Report
 from mtpcheck.settings import Case, Settings
-from mtpcheck.target import new_folder
+from mtpcheck.target import check_target, new_folder
 from mtpcheck.tensormap import TensorMap, read_tensor_map
 from mtpcheck.verify import layout_of, require_mtp, summary, verify
 from mtpcheck.watch import changes, snapshot
@@ -61,6 +61,9 @@ def gate(
         names = ", ".join(case.name for case in settings.cases) or "none"
         raise UsageError(f"{settings.path}: " + (f"no case {only!r} (there: {names})" if only else "has no gate"))
     sources = [find_source(case, settings.folder) for case in cases]
+    if keep is not None:
+        for source in sources:
+            check_target(source, keep)
     judging = threading.Lock()
     with _workspace(keep) as folder:
         runs = [
@@ -271,10 +274,6 @@ def _workspace(keep: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="mtpcheck-") as name:
             yield Path(name).resolve()
         return
-    if keep.exists():
-        raise UsageError(f"{keep}: exists already; nothing is ever overwritten, name a new folder")
-    if not keep.parent.is_dir():
-        raise UsageError(f"{keep.parent}: no such folder to write into")
     with new_folder(keep) as folder:
         yield folder.resolve()
 

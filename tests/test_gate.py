@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -166,7 +167,10 @@ def test_what_is_kept(cli: Cli, tmp_path: Path) -> None:
     assert digest(case / "megatron") == digest(case / "source")
     assert digest(case / "original") == digest(fixture_path("qwen3_mtp"))
     assert (case / "to_megatron.log").read_text() == "hello\n"
-    assert cli("gate", "--config", path, "--keep", tmp_path / "kept").code == 2
+    assert "exists already" in cli("gate", "--config", path, "--keep", tmp_path / "kept").err
+    inside = shutil.copytree(fixture_path("qwen3_mtp"), tmp_path / "inside")
+    path = settings(tmp_path, {"source": "./inside"}, to_megatron=shell("exit 1"))
+    assert "lies inside the source" in cli("gate", "--config", path, "--keep", inside / "kept").err
 
 
 def test_a_source_that_cannot_be_one(cli: Cli, tmp_path: Path) -> None:
@@ -259,6 +263,23 @@ def _runs(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
+
+
+def test_a_signal_stops_commands_and_leaves_nothing(
+    tmp_path: Path, started: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    script = f"sleep 300 & echo $! > {tmp_path}/child; wait"
+    path = settings(tmp_path, {"source": "qwen3_mtp"}, to_megatron=shell(script))
+    process = started("gate", "--config", path, TMPDIR=str(tmp_path / "temporary"))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "child").is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert not _runs(int((tmp_path / "child").read_text()))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_nothing_is_left_running_in_the_background(cli: Cli, tmp_path: Path) -> None:
