@@ -12,6 +12,7 @@ import typer
 
 from mtpcheck import __version__, exits
 from mtpcheck.cli_gate import fixture, gate
+from mtpcheck.cli_graft import graft
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
 from mtpcheck.flags import (
@@ -298,6 +299,7 @@ def accept(
 
 app.command()(gate)
 app.command()(fixture)
+app.command()(graft)
 
 
 def _options(

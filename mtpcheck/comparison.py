@@ -144,7 +144,7 @@ def add_declaration(report: Report, a: Side, b: Side, blame_source: bool) -> Non
 
 
 def presence(a: Side, compared: Mapping[str, TensorRef]) -> str:
-    names = _mtp_names(a.tensor_map)
+    names = mtp_names(a.tensor_map)
     own = sum(name in names or is_mtp(name) for name in compared)
     what = "tensors" if compared.keys() <= a.checkpoint.tensors.keys() else "parts"
     return f"{len(compared):,} {what}, {own:,} of them in MTP layers"
@@ -184,7 +184,7 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
     return replace(tensor_map, parts=parts, padding={}, encoded=encoded)
 
 
-def _mtp_names(tensor_map: TensorMap) -> set[str]:
+def mtp_names(tensor_map: TensorMap) -> set[str]:
     """HF names of all tensors in MTP layers."""
     return _with_packed({row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}, tensor_map)
 
