@@ -1,8 +1,8 @@
 """Put a lost MTP layer back into a Hugging Face checkpoint, or split one off into a folder of its own.
 
-``graft`` copies the files of the checkpoint that lost it and adds ``mtp.safetensors``; what it changes is the index, the
-declaration, and, where the checkpoint is quantized and the layer is not, the list of what is left alone. ``extract``
-is its inverse: grafting what it made gives the bytes that grafting the whole donor gives.
+``graft`` copies the files of the checkpoint that lost it and adds ``mtp.safetensors``; what it changes is the index,
+the declaration, and, where the checkpoint is quantized and the layer is not, the list of what is left alone.
+``extract`` is its inverse: grafting what it made gives the bytes that grafting the whole donor gives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mtpcheck.exclusions import redeclare
 from mtpcheck.facts import store
 from mtpcheck.family import load_family
 from mtpcheck.layouts.folder import Folder, new_index, write_folder
-from mtpcheck.layouts.hf import SINGLE, read_json
+from mtpcheck.layouts.hf import SINGLE
 from mtpcheck.mtp_head import (
     Head,
     check_fit,
@@ -60,9 +60,9 @@ def graft(
     """Write the new folder ``out`` (``BROKEN-grafted`` by default): ``broken`` with the MTP layers of ``donor``.
 
     Both are Hugging Face checkpoints of one family and size; ``donor`` may be what ``extract`` made. Neither is
-    touched. With ``probing`` the result is run. Raises UnsupportedError if the layers do not fit, if the donor has none,
-    or if its packed weights mean nothing in ``broken``; UsageError if ``broken`` has an MTP layer, and for the paths;
-    CheckpointFails if either lacks tensors.
+    touched. With ``probing`` the result is run. Raises UnsupportedError if the layers do not fit, if the donor has
+    none, or if its packed weights mean nothing in ``broken``; UsageError if ``broken`` has an MTP layer, and for the
+    paths; CheckpointFails if either lacks tensors.
     """
     target = Path(out) if out is not None else _beside(broken, "grafted")
     for source in (broken, donor):
@@ -93,8 +93,8 @@ def graft(
 def extract(
     donor: str | Path, out: str | Path | None = None, family: str | None = None, show_progress: bool = False
 ) -> Report:
-    """Write the new folder ``out`` (``DONOR-mtp`` by default): the MTP layers of ``donor``, the embedding and the output
-    head that they need, config and tokenizer. Raises as ``graft`` does."""
+    """Write the new folder ``out`` (``DONOR-mtp`` by default): the MTP layers of ``donor``, the embedding and the
+    output head that they need, config and tokenizer. Raises as ``graft`` does."""
     target = Path(out) if out is not None else _beside(donor, "mtp")
     check_target(Path(donor), target)
     head = read_head(donor, family)
@@ -154,7 +154,7 @@ def _tensors_for(head: Head, stock: Side) -> tuple[dict[str, TensorRef], list[Fi
 
 
 def _scheme(side: Side) -> Any:
-    """How a checkpoint packs weights: its declaration without the lists of what is left alone; None if it packs none."""
+    """How a checkpoint packs weights: its declaration without the list of what is left alone; None if it has none."""
     packing = packing_of(side)
     if not packing.declared:
         return None
@@ -243,7 +243,7 @@ def _extracted(head: Head) -> Folder:
 
 
 def _require_sound(stock: Side, folder: Path, family: str | None) -> None:
-    """Raise UnsupportedError if the grafted folder is packed or declared in a way that the stock was not at fault for."""
+    """Raise UnsupportedError if the grafted folder has a fault that the stock had not."""
     before = {(f.check, f.subject) for f in stock.tensor_map.findings}
     made = _read(open_checkpoint(folder), family)
     for finding in made.tensor_map.findings:
@@ -262,9 +262,9 @@ def _judge(report: Report, head: Head, made: Side, tensors: Mapping[str, TensorR
     with bar("comparing", nbytes, show_progress) as progress:
         compared = list(compare_stored(tensors, stored, progress))
     report.add("presence", of_group(compared, "presence"), f"{len(stored):,} tensors in MTP layers")
-    if quantization := of_group(found, "quantization") or packing_of(made).declared:
+    if packing_of(made).declared:
         told = f"{packing_of(made).method}; {len(modules_in(made.tensor_map, stored)):,} MTP matrices are plain"
-        report.add("quantization", [f for f in quantization if isinstance(f, Finding)], told)
+        report.add("quantization", of_group(found, "quantization"), told)
     report.add("declaration", _declaration(head, made), declaration(made.checkpoint, made.tensor_map))
     report.declared = declared_table(head.side.checkpoint, made.checkpoint, report.findings)
     report.add("values", of_group(compared, "values"), f"{nbytes:,} bytes compared bit for bit")

@@ -27,8 +27,8 @@ from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp, read_tensor_map
 class Head:
     """What a checkpoint stores of its MTP layers.
 
-    ``tensors``: stored name → tensor, in the order of the files, codes and scales as they are. ``copies``: part that may
-    repeat another → absent, equal or own.
+    ``tensors``: stored name → tensor, in the order of the files, codes and scales as they are. ``copies``: part that
+    may repeat another → absent, equal or own.
     """
 
     side: Side
@@ -106,6 +106,7 @@ def check_fit(head: Head, broken: Side) -> None:
     apart = [
         f"{row.keys[0]} is {ours.facts[row.fact]} there and {theirs.facts[row.fact]} here"
         for row in family.all_config
+        if row.fact is not None
         if row.fact in ours.facts and row.fact in theirs.facts and row.fact not in ("mtp_layers", "dtype")
         if ours.facts[row.fact] != theirs.facts[row.fact]
     ]

@@ -61,7 +61,7 @@ def write_folder(folder: Path, wanted: Folder, progress: Progress) -> None:
 
 
 def new_index(like: Checkpoint, tensors: Mapping[str, TensorRef], file_of: Mapping[str, str]) -> dict[str, Any]:
-    """The index of these tensors with what else the index of ``like`` says, and in its order; sizes are counted anew."""
+    """The index of these tensors, with what else the index of ``like`` says, in its order; sizes are counted anew."""
     old = json.loads((like.folder / INDEX).read_bytes()) if (like.folder / INDEX).is_file() else {}
     before = old.get("weight_map", {})
     names = [name for name in before if name in file_of] + [name for name in file_of if name not in before]
