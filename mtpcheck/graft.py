@@ -26,7 +26,7 @@ from mtpcheck.exclusions import redeclare
 from mtpcheck.facts import store
 from mtpcheck.family import load_family
 from mtpcheck.layouts.folder import Folder, new_index, write_folder
-from mtpcheck.layouts.hf import SINGLE
+from mtpcheck.layouts.hf import INDEX, SINGLE
 from mtpcheck.mtp_head import (
     Head,
     check_fit,
@@ -207,12 +207,14 @@ def _grafted(head: Head, stock: Side, tensors: Mapping[str, TensorRef]) -> Folde
     shards = {shard.file: moved.get(shard.file, shard.file) for shard in own.hf.shards}
     shard = next(name for name in (SHARD, *(f"mtp-{i}.safetensors" for i in range(1, 99))) if name not in shards)
     plain = modules_in(head.side.tensor_map, tensors)
-    packed = [name for name, module in head.packed.items() if module.codes in tensors and name not in plain]
+    if packed := [name for name in head.packed if name not in plain]:  # then the donor has a word on the rest
+        alone = frozenset[str]().union(*(d.left_alone(plain) for d in packing_of(head.side).declared))
+        plain = [name for name in plain if name in alone]
     files = redeclare(own, packing_of(stock), plain, packed, _kinds(head, tensors))
     config = files.get(CONFIG, own.config)
     files[CONFIG] = declare_as(config, head.side.checkpoint.config, stock.tensor_map.facts["layers"])
     file_of = {name: shards[file] for name, file in own.hf.shard_of.items()} | dict.fromkeys(tensors, shard)
-    index = new_index(own, {**own.tensors, **tensors}, file_of)
+    index = new_index(own.folder / INDEX, {**own.tensors, **tensors}, file_of)
     return Folder(own.folder, shards, own.hf.others, shard, tensors, index, files)
 
 
@@ -235,7 +237,7 @@ def _extracted(head: Head) -> Folder:
                 store(files[CONFIG], declared.listed.rpartition(".")[0], MISSING)
         others = tuple(name for name in others if name != MODELOPT and not name.startswith(DESCRIPTION))
     file_of = {**dict.fromkeys(head.tensors, SHARD), **dict.fromkeys(rest, REST)}
-    index = new_index(own, {**head.tensors, **rest}, file_of)
+    index = new_index(None, {**head.tensors, **rest}, file_of)
     return Folder(own.folder, {}, others, SHARD, head.tensors, index, files, {REST: rest})
 
 

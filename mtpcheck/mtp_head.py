@@ -162,7 +162,7 @@ def _is_cut(value: Any, whole: Any, layers: int) -> bool:
 
 def modules_in(tensor_map: TensorMap, tensors: Mapping[str, TensorRef]) -> list[str]:
     """Modules with a plain matrix among MTP ``tensors`` that an engine might build packed: all but embeddings."""
-    embeddings = {row.name for row in tensor_map.model.rows if row.parts[0].endswith(".embed")}
+    embeddings = {row.name for row in tensor_map.model.rows if tensor_map.copies.get(row.parts[0]) == "embed"}
     end = f".{WEIGHT}"
     return [
         name.removesuffix(end)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.files import inside
 from mtpcheck.layouts.hf import INDEX, make_header
 from mtpcheck.progress import Progress
@@ -29,7 +28,7 @@ class Folder:
     others: tuple[str, ...]
     shard: str
     tensors: Mapping[str, TensorRef]
-    index: dict[str, Any]
+    index: bytes
     files: Mapping[str, dict[str, Any]]
     more: Mapping[str, Mapping[str, TensorRef]] = field(default_factory=dict)
 
@@ -57,12 +56,12 @@ def write_folder(folder: Path, wanted: Folder, progress: Progress) -> None:
         (folder / file).write_bytes(_json(content, wanted.source / file))
     headers = {file: make_header(own.items()) for file, own in wanted.made.items()}
     tensors = {name: ref for own in wanted.made.values() for name, ref in own.items()}
-    write_shards(folder, Form(headers, _json(wanted.index, wanted.source / INDEX)), tensors, progress)
+    write_shards(folder, Form(headers, wanted.index), tensors, progress)
 
 
-def new_index(like: Checkpoint, tensors: Mapping[str, TensorRef], file_of: Mapping[str, str]) -> dict[str, Any]:
-    """The index of these tensors, with what else the index of ``like`` says, in its order; sizes are counted anew."""
-    old = json.loads((like.folder / INDEX).read_bytes()) if (like.folder / INDEX).is_file() else {}
+def new_index(original: Path | None, tensors: Mapping[str, TensorRef], file_of: Mapping[str, str]) -> bytes:
+    """The index of these tensors, with what else the original index says, in its order; sizes are counted anew."""
+    old = json.loads(original.read_bytes()) if original and original.is_file() else {}
     before = old.get("weight_map", {})
     names = [name for name in before if name in file_of] + [name for name in file_of if name not in before]
     names = sorted(names) if list(before) == sorted(before) else names
@@ -71,16 +70,16 @@ def new_index(like: Checkpoint, tensors: Mapping[str, TensorRef], file_of: Mappi
     metadata["total_size"] = sum(ref.nbytes for ref in tensors.values())
     if "total_parameters" in metadata:
         metadata["total_parameters"] = sum(ref.elements for ref in tensors.values())
-    return {**old, "metadata": metadata, "weight_map": {name: file_of[name] for name in names}}
+    return _json({**old, "metadata": metadata, "weight_map": {name: file_of[name] for name in names}}, original)
 
 
-def _json(content: Mapping[str, Any], original: Path) -> bytes:
+def _json(content: Mapping[str, Any], original: Path | None) -> bytes:
     """JSON as the original file has it: its bytes if it says the same, else its order of keys and its last newline."""
-    raw = original.read_bytes() if original.is_file() else b"{}\n"
+    raw = original.read_bytes() if original and original.is_file() else b"{}\n"
     before = json.loads(raw)
     if before == content:
         return raw
-    keys = sorted(content) if list(before) == sorted(before) and original.name != INDEX else content
+    keys = sorted(content) if list(before) == sorted(before) else content
     text = json.dumps({key: content[key] for key in keys}, indent=2, ensure_ascii=False)
     return (text + "\n" * raw.endswith(b"\n")).encode()
 
