@@ -76,7 +76,7 @@ def _text(text: str) -> str:
 def _sections(report: Report) -> Iterator[list[str]]:
     word, rest = verdict(report)
     yield [f"## mtpcheck {report.command}: {word}{_text(rest)}"]
-    yield [" → ".join(map(code, report.subjects)), "", _text(report.summary)]
+    yield [(" → " if report.command == "verify" else ", ").join(map(code, report.subjects)), "", _text(report.summary)]
     if first := lead(report):
         told = details(first)
         yield [f"**{code(first.subject)}**: {_text(told.get('cause') or first.message)}"]

@@ -72,9 +72,13 @@ class Declared:
         return self.before == self.after
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """Everything a renderer needs. ``summary`` is one line on what was judged."""
+    """Everything a renderer needs. ``summary`` is one line on what was judged.
+
+    True if everything holds, so that ``assert verify(a, b)`` is a test; ``str`` tells the verdict and the first
+    findings, ``repr`` as much as fits a line.
+    """
 
     command: str
     subjects: list[str]
@@ -92,6 +96,19 @@ class Report:
     """What each checkpoint drafts; the first is the one that the others are held against."""
     written: list[Written] = field(default_factory=list)
     """What the model wrote with its drafts."""
+
+    def __bool__(self) -> bool:
+        return self.verdict == "holds"
+
+    def __str__(self) -> str:
+        from mtpcheck.report.words import in_brief
+
+        return in_brief(self)
+
+    def __repr__(self) -> str:
+        from mtpcheck.report.words import in_a_line
+
+        return in_a_line(self)
 
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""

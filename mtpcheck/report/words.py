@@ -47,13 +47,35 @@ def verdict_of_cases(cases: Cases) -> tuple[str, str]:
     return word.upper(), f": {about:,} of {counted(len(cases.reports), 'case')}{more}"
 
 
+_BRIEF, _LINE = 5, 220
+
+
+def in_brief(report: Report) -> str:
+    """The verdict, why something was not judged, and the first findings, as an assertion shows them."""
+    lines = [f"mtpcheck {report.command} {' '.join(report.subjects)}: {verdict_line(report)}"]
+    lines += [f"{check.group}: could not judge: {check.detail}" for check in unjudged(report)]
+    shown = [f for f in ordered(report.findings) if f.severity is not Severity.NOTE]
+    for finding in shown[:_BRIEF]:
+        lines.append(f"{finding.severity.upper()} {finding.check} {finding.subject}: {finding.message}")
+        lines += [f"    {name}: {text}" for name, text in details(finding).items()]
+    lines += [f"and {counted(len(shown) - _BRIEF, 'more finding')}"] * (len(shown) > _BRIEF)
+    return "\n".join(clipped(line) for line in lines)
+
+
+def in_a_line(report: Report) -> str:
+    """The verdict and the finding to read first, in a line that pytest does not cut."""
+    first = lead(report)
+    why = [f"{first.check} {first.subject}: {first.message}"] if first else [c.detail for c in unjudged(report)[:1]]
+    return clipped(f"<{': '.join([verdict_line(report), *why])}>", _LINE)
+
+
 def _source(report: Report) -> str:
     return {"verify": "reference", "accept": "checkpoint"}.get(report.command, "source")
 
 
 def roles(command: str, subjects: Sequence[str]) -> list[tuple[str, str]]:
     """What each subject of a command is, and the subject."""
-    names = {"verify": ("reference", "candidate")}.get(command, ("checkpoint",))
+    names = {"verify": ("reference", "candidate"), "graft": ("checkpoint", "donor")}.get(command, ("checkpoint",))
     return list(zip(names, subjects, strict=False))
 
 
