@@ -12,6 +12,7 @@ import typer
 
 from mtpcheck import __version__, exits
 from mtpcheck.cli_gate import fixture, gate
+from mtpcheck import __version__, cli_families, exits
 from mtpcheck.cli_graft import graft
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
@@ -300,6 +301,7 @@ def accept(
 app.command()(gate)
 app.command()(fixture)
 app.command()(graft)
+app.add_typer(cli_families.app, name="families")
 
 
 def _options(

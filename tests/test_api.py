@@ -37,8 +37,8 @@ def test_a_failing_assertion_tells_why(lost: Path) -> None:
     assert "<FAILS: " in told and "presence.missing mtp." in told
     assert "..." not in told  # pytest shows it whole
     with pytest.raises(AssertionError) as caught:
-        assert verdict, verdict
-    lines = str(caught.value).splitlines()
+        assert verdict, str(verdict)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
     assert lines[0].startswith("mtpcheck verify ") and "FAILS: " in lines[0]
     assert sum(line.startswith("FAILURE presence.missing mtp.") for line in lines) >= 1
     assert any(line.startswith("and ") and "more finding" in line for line in lines)
