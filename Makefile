@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VENV_019 ?= .venv-019
+VENV_PEER ?= .venv-peer
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup roundtrip test test-all mutants interop-019 lint format fixtures bench clean
+.PHONY: setup roundtrip test test-all mutants interop-019 peer lint format fixtures bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,16 @@ $(VENV_019)/.installed: pyproject.toml constraints.txt
 	$(VENV_019)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
 	touch $@
 
+# mcore_bridge converts in an environment of its own, and the gate judges it; outcome in docs/peers.md
+peer: $(STAMP) $(VENV_PEER)/.installed
+	PATH="$(abspath $(VENV_PEER))/bin:$$PATH" $(BIN)/python tests/peer/run.py
+
+$(VENV_PEER)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV_PEER)
+	$(VENV_PEER)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(VENV_PEER)/bin/python -m pip install --quiet --constraint constraints.txt mcore_bridge==1.6.5 megatron-core transformers
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,4 +71,4 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/bench.py
 
 clean:
-	rm -rf $(VENV) $(VENV_019) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_019) $(VENV_PEER) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
