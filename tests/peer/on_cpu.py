@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).parents[2]
-_ABSENT = ("triton", "datasets", "PIL", "soundfile", "librosa")
+_ABSENT = ("triton", "datasets", "PIL")
 
 
 class _Anything(type):
