@@ -31,7 +31,9 @@ def main() -> int:
         as_expected = (case["verdict"], found) == (verdict, checks) and causes <= {"back-filled"}
         wrong += not as_expected
         rate = (case["acceptance"] or [{}])[0].get("overall", {})
-        print(f"{'as recorded' if as_expected else 'CHANGED':<12} {name}: {case['verdict']} {sorted(found)}", rate or "")
+        print(
+            f"{'as recorded' if as_expected else 'CHANGED':<12} {name}: {case['verdict']} {sorted(found)}", rate or ""
+        )
     return int(wrong > 0)
 
 
