@@ -143,12 +143,11 @@ def declare_as(config: Mapping[str, Any], donor: Mapping[str, Any], layers: int)
 
 
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted path and value at the top and under text_config, where MTP layers are declared."""
-    for key, value in config.items():
-        if key == "text_config" and isinstance(value, Mapping):
-            yield from ((f"{key}.{own}", v) for own, v in value.items())
-        else:
-            yield key, value
+    """Dotted path and value at the top and under text_config, where MTP layers are declared; keys with a dot are none
+    of these."""
+    for lead, table in (("", config), ("text_config.", config.get("text_config"))):
+        if isinstance(table, Mapping):
+            yield from ((lead + key, value) for key, value in table.items() if "." not in key)
 
 
 def _speaks_of_mtp(path: str) -> bool:
