@@ -10,6 +10,7 @@ import pytest
 
 import mtpcheck
 from mtpcheck import MtpcheckError, Probing, Report, accept, graft, roundtrip, verify
+from mtpcheck.report.finding import failure
 from tests.conftest import FIXTURES
 from tests.test_graft import lose
 
@@ -34,14 +35,25 @@ def test_a_failing_assertion_tells_why(lost: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         assert verdict
     told = str(caught.value)
-    assert "<FAILS: " in told and "presence.missing mtp." in told
+    assert (
+        "<FAILS: 2 failures" in told and "presence.missing 16 tensors of MTP layer 0: mtp.fc.weight: is gone>" in told
+    )
     assert "..." not in told  # pytest shows it whole
     with pytest.raises(AssertionError) as caught:
         assert verdict, str(verdict)
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert lines[0].startswith("mtpcheck verify ") and "FAILS: " in lines[0]
-    assert sum(line.startswith("FAILURE presence.missing mtp.") for line in lines) >= 1
-    assert any(line.startswith("and ") and "more finding" in line for line in lines)
+    assert "FAILURE presence.missing 16 tensors of MTP layer 0: mtp.fc.weight: is gone" in lines
+    assert any(line.startswith("cause: MTP layer 0: 16 tensors") for line in lines)
+    assert any(line.startswith("FAILURE declaration.count MTP layers: declares 1") for line in lines)
+
+
+def test_of_many_findings_the_first_are_told() -> None:
+    report = Report("verify", ["a", "b"])
+    report.add("values", [failure("values.bits", f"tensor {i}", "differs") for i in range(7)], "")
+    lines = str(report).splitlines()
+    assert lines[0] == "mtpcheck verify a b: FAILS: 7 failures" and lines[-1] == "and 2 more findings"
+    assert len(lines) == 7
 
 
 def test_what_could_not_be_judged_is_not_true() -> None:
