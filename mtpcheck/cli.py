@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from mtpcheck import __version__, exits
-from mtpcheck.cli_gate import fixture, gate
 from mtpcheck import __version__, cli_families, exits
+from mtpcheck.cli_gate import fixture, gate
 from mtpcheck.cli_graft import graft
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
