@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mtpcheck.compare import differs, is_zero
+from mtpcheck.compare import differs, only_zeros
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.sample import Floats, first_values
 from mtpcheck.tensormap import TensorMap, is_mtp
@@ -27,7 +27,7 @@ def check_head(tensor_map: TensorMap) -> Iterator[Finding]:
             layers.setdefault(".".join(part.split(".")[:2]), []).append(part)
     for name, parts in layers.items():
         sample = {part: first_values(tensor_map.parts[part], _SAMPLE) for part in parts}
-        matrices = [part for part in parts if len(tensor_map.parts[part].shape) > 1]
+        matrices = [part for part in parts if len(tensor_map.model.shapes[part]) > 1]
         yield from _alike(name, sample, matrices, tensor_map)
         yield from _same_experts(name, sample, matrices, tensor_map)
         yield from _rounded_bias(sample, tensor_map)
@@ -39,7 +39,7 @@ def check_head(tensor_map: TensorMap) -> Iterator[Finding]:
 def _alike(name: str, sample: dict[str, Floats], matrices: list[str], tensor_map: TensorMap) -> Iterator[Finding]:
     """Matrices that are one value throughout."""
     alike = [part for part in matrices if len(sample[part]) > 1 and (sample[part] == sample[part][0]).all()]
-    zeros = [part for part in alike if not sample[part][0] and is_zero(tensor_map.parts[part])]
+    zeros = [part for part in alike if not sample[part][0] and only_zeros(tensor_map.parts[part])]
     if zeros:
         finding = failure if len(zeros) == len(matrices) else warning
         what = f"{len(zeros)} of {len(matrices)} matrices of {name} are all zero"
