@@ -52,7 +52,7 @@ def compare_sides(
     add_declaration(report, a, b, blame_source)
     values = diagnose(add_topology(report, a, b, of_group(found, "values")), a, b)
     report.add("values", [*values, *check_head(a.tensor_map)], f"{nbytes:,} bytes compared bit for bit")
-    report.components = component_table(a.tensor_map, b.tensor_map, report.findings)
+    report.components = component_table(a.tensor_map, b.tensor_map, found)
 
 
 _Compared = tuple[list[Finding], Mapping[str, TensorRef], Mapping[str, TensorRef]]
