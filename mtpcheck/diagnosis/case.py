@@ -26,6 +26,9 @@ class Cause:
     what: str
 
 
+_STORED = "stored "
+"""What a stored name begins with as a key: a file may call anything ``layers.3.attn.q``."""
+
 Told = dict[str, Cause]
 """Key of a piece → what happened to it."""
 
@@ -34,8 +37,9 @@ Told = dict[str, Cause]
 class Case:
     """Two sides piece by piece.
 
-    A key is a part of the tensor map; ``PART_scale_inv`` for the FP8 scales of one; or the stored name of what no part
-    has. ``before`` are the reference's pieces, ``after`` the candidate's. Codes stand for values where both have them.
+    A key is a part of the tensor map; ``PART_scale_inv`` for the FP8 scales of one; or, behind a mark that no part has,
+    the stored name of what no part has. ``before`` are the reference's pieces, ``after`` the candidate's. Codes stand
+    for values where both have them.
     """
 
     a: Side
@@ -100,11 +104,19 @@ class Case:
         table = self.spellings[0 if self.b.checkpoint.layout == "hf" else 1]
         return {row.name: row for row in table.values()}
 
-    def joined(self, row: Row) -> TensorRef:
-        """A stored tensor made of the reference's parts, all of which it must have."""
-        plans = {part: self.before[part].plan for part in row.parts}
-        padding = {part: ref.plan for part, ref in self.a.tensor_map.padding.items()}
-        return TensorRef(self.before[row.parts[0]].dtype, row.join(plans, self.model.shapes, padding))
+    def joined(self, row: Row) -> TensorRef | None:
+        """A stored tensor made of the reference's parts, of several dtypes as Megatron joins them; None if it lacks
+        one, or no dtype holds all."""
+        parts = {part: self.before[part] for part in row.parts if part in self.before}
+        dtypes = {ref.dtype for ref in parts.values()}
+        if len(parts) < len(row.parts) or (len(dtypes) > 1 and not dtypes <= {WIDE, *NARROW}):
+            return None
+        if len(dtypes) > 1:
+            parts = {part: cast(ref, WIDE) for part, ref in parts.items()}
+        own = {part: ref for part, ref in self.a.tensor_map.padding.items() if part in parts}
+        padding = {part: ref.plan for part, ref in own.items() if ref.dtype == parts[part].dtype}
+        plans = {part: ref.plan for part, ref in parts.items()}
+        return TensorRef(parts[row.parts[0]].dtype, row.join(plans, self.model.shapes, padding))
 
 
 def make_case(a: Side, b: Side) -> Case:
@@ -123,9 +135,10 @@ def make_case(a: Side, b: Side) -> Case:
         claimed = {*names.values(), *(s for own in left.encoded.values() for s in own.beside)}
         for name, ref in a.checkpoint.tensors.items():
             if name not in claimed:
-                before[name], names[name] = ref, name
+                key = _STORED + name
+                before[key], names[key] = ref, name
                 if name in b.checkpoint.tensors:
-                    after[name] = b.checkpoint.tensors[name]
+                    after[key] = b.checkpoint.tensors[name]
     elif b.checkpoint.layout != "hf":  # Megatron may hold what is narrow as fp32
         for part, ref in before.items():
             if part in after and ref.dtype in NARROW and after[part].dtype == WIDE:

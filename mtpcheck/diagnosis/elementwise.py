@@ -18,7 +18,7 @@ from mtpcheck.dtypes import WIDE
 from mtpcheck.move import read_plan, slabs
 from mtpcheck.tensormap import TensorRef
 
-_FEW = 4  # elements: any one difference is a constant
+_FEW = 4  # elements that differ: any one difference is a constant
 _NARROWER = {"F64": ("F32", "BF16", "F16"), "F32": ("BF16", "F16"), "BF16": (), "F16": ()}
 _CASTS = {
     "F64": ("F32", "BF16", "F16"), "F32": ("BF16", "F16", "F8_E4M3", "F8_E5M2"),
@@ -110,7 +110,7 @@ def _one_number(
 
     ``bounds`` tells for each element between which numbers it must lie, given how far rounding may have moved it.
     """
-    if before.elements < _FEW:
+    if not _differ_in(before, after, _FEW):
         return None
     for dtype in (before.dtype, *_NARROWER[before.dtype]):
         span = _span(before, after, bounds, dtype)
@@ -121,6 +121,16 @@ def _one_number(
             if _gives(before, after, apply, number, dtype):
                 return number, where
     return None
+
+
+def _differ_in(before: TensorRef, after: TensorRef, least: int) -> bool:
+    """Whether at least so many elements differ in value."""
+    differing = 0
+    for x, y in both(before, after):
+        differing += int((x != y).sum())
+        if differing >= least:
+            return True
+    return False
 
 
 def _span(before: TensorRef, after: TensorRef, bounds: _Bounds, dtype: str) -> tuple[float, float] | None:

@@ -69,5 +69,4 @@ def _stored(case: Case, finding: Finding) -> tuple[TensorRef | None, TensorRef |
     if case.a.checkpoint.layout == case.b.checkpoint.layout == "hf":
         return case.a.checkpoint.tensors.get(name), after
     row = case.candidate_rows.get(name)
-    whole = row is not None and all(part in case.before for part in row.parts)
-    return (case.joined(row) if row is not None and whole else None), after
+    return (case.joined(row) if row is not None else None), after

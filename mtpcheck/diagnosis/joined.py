@@ -54,4 +54,5 @@ def _key(case: Case, key: str) -> str:
 
 
 def _component(case: Case, key: str) -> str:
-    return split_layer(_key(case, key))[0] or _key(case, key)
+    part = _key(case, key)
+    return split_layer(part)[0] or (part if part in case.model.shapes else case.names.get(part, part))

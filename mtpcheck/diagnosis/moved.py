@@ -12,6 +12,8 @@ from mtpcheck.diagnosis.words import component, layers, numbers, split_layer
 from mtpcheck.tensormap import TensorRef
 
 _MOST = 8  # origins looked for; many tensors may be alike
+_ALIKE = 32  # of those, how many are looked at
+_LEAST = 4  # elements: fewer are soon those of another tensor, and tell nothing by themselves
 
 Origins = Mapping[str, Sequence[str]]
 """Key of a differing piece → keys of the reference whose bits it holds."""
@@ -24,11 +26,15 @@ class Index:
         self.case = case
         wanted = {_kind(case.after[key]) for key in keys}
         self._whole: dict[tuple[object, ...], list[str]] = {}
+        self._named: dict[tuple[object, ...], list[str]] = {}  # by what they are called in their layer, too
         self._runs: dict[tuple[object, ...], list[str]] = {}
         for key, ref in case.before.items():
             if _kind(ref) in wanted:
+                layer, rest = split_layer(key)
                 runs = list(samples(ref.plan))
                 self._whole.setdefault((_kind(ref), *runs), []).append(key)
+                if layer:
+                    self._named.setdefault((rest, _kind(ref), *runs), []).append(key)
                 for i, run in enumerate(runs):
                     if len(set(run)) > ref.plan.itemsize:  # a constant run tells nothing
                         self._runs.setdefault((_kind(ref), i, run), []).append(key)
@@ -36,7 +42,9 @@ class Index:
     def held_by(self, key: str) -> list[str]:
         """Reference pieces whose bits a candidate's piece holds, all of them; at most a few."""
         ref = self.case.after[key]
-        alike = self._whole.get((_kind(ref), *samples(ref.plan)), [])
+        runs = (_kind(ref), *samples(ref.plan))
+        near = self._named.get((split_layer(key)[1], *runs), [])[:_ALIKE]
+        alike = dict.fromkeys([*near, *self._whole.get(runs, [])[:_ALIKE]])
         found: list[str] = []
         for other in sorted(alike, key=lambda other: (other in self.case.model.copies, *_nearness(key, other))):
             if len(found) < _MOST and other != key and same(self.case.before[other].plan, ref.plan):
@@ -65,6 +73,8 @@ def moved(case: Case, keys: Sequence[str], index: Index) -> Told:
     weights = {key: found for key, found in origins.items() if key not in case.scales}
     told: Told = {}
     for theory in (_twins, _experts, _layers, _exchanged, _taken):
+        if theory is _exchanged:
+            weights = {key: found for key, found in weights.items() if case.after[key].elements >= _LEAST}
         told.update(theory(case, {key: found for key, found in weights.items() if key not in told}))
     return told | _scales(case, origins, told)
 
@@ -101,13 +111,13 @@ def _experts(case: Case, origins: Origins) -> Told:
                 groups.setdefault((match[1], match[3]), {})[int(match[2])] = near
     told: Told = {}
     for (stem, kind), held in groups.items():
-        cause = _rolled(held, case.model.facts["experts"]) or _mixed(held)
+        cause = _rolled(held, case.model.facts.get("experts") or 0) or _mixed(held)
         told.update({f"{stem}.{expert}.{kind}": cause for expert in held})
     return told
 
 
 def _rolled(held: Mapping[int, Sequence[int]], count: int) -> Cause | None:
-    if len(held) < count:
+    if not count or held.keys() != set(range(count)):
         return None
     for step in held[0]:
         if all((expert + step) % count in held[expert] for expert in range(count)):
@@ -122,7 +132,12 @@ def _rolled(held: Mapping[int, Sequence[int]], count: int) -> Cause | None:
 
 def _mixed(held: Mapping[int, Sequence[int]]) -> Cause:
     """Experts in another order, or some of them more than once."""
-    source = {expert: found[0] for expert, found in sorted(held.items())}
+    source: dict[int, int] = {}
+    taken: set[int] = set()
+    for expert, found in sorted(held.items()):
+        left = [other for other in found if other not in taken]  # equal experts stand for one another
+        source[expert] = next((other for other in left if other in held), next(iter(left), found[0]))
+        taken.add(source[expert])
     told = f"experts {numbers(list(source))} hold what {numbers(list(source.values()))} held"
     return Cause("experts-permuted" if set(source) == set(source.values()) else "experts-duplicated", told)
 

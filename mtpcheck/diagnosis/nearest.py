@@ -46,19 +46,21 @@ def nearest(before: TensorRef, after: TensorRef) -> str:
             apart[where] = np.nan_to_num(np.abs(a.astype(np.float64) - b), nan=0.0, posinf=0.0)
             largest.see(apart, start)
             relative.see(np.nan_to_num(apart / np.abs(x), nan=0.0, posinf=0.0), start)
-        steps.see(np.abs(_place(x, before.dtype) - _place(y, before.dtype)).astype(np.float64), start)
+        finite = np.isfinite(x) & np.isfinite(y)
+        steps.see(np.where(finite, np.abs(_place(x, before.dtype) - _place(y, before.dtype)), 0.0), start)
         start += len(x)
     share = f"{100 * differing / start:.3g} % of the elements differ"
     if zeros == differing:
         return f"{share}, and only in the sign of zero"
     if nans == differing:
         return f"{share}, and only in the bits of NaN"
+    lost = f"; {broken:,} became NaN or infinite" * bool(broken)
+    if not largest.value:
+        return share + lost
     index = [int(i) for i in np.unravel_index(largest.at, before.shape)] if before.shape else []
     told = f"{share}, by at most {largest.value:.3g} (at {index})"
-    return (
-        f"{told}, {relative.value:.3g} of the value, {steps.value:.0f} ULP"
-        + f"; {broken:,} became NaN or infinite" * bool(broken)
-    )
+    told += f", {relative.value:.3g} of the value" * bool(relative.value)  # of zero there is no share
+    return f"{told}, {steps.value:.0f} ULP{lost}"
 
 
 def _place(values: Floats, dtype: str) -> NDArray[np.float64]:

@@ -13,6 +13,8 @@ from mtpcheck.report.finding import Finding
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorRef
 
+_ALIKE = 32  # new tensors of the same bits that one may have become: thousands of scales may be alike
+
 
 @dataclass(frozen=True)
 class _Gone:
@@ -54,9 +56,8 @@ def _lost(case: Case, finding: Finding, rows: Mapping[str, Row]) -> _Gone | None
     if case.a.checkpoint.layout == case.b.checkpoint.layout == "hf":
         ref = case.a.checkpoint.tensors.get(name)
         return _Gone(finding, ref, parts) if ref is not None else None
-    if row is None or not all(part in case.before for part in parts):
-        return None
-    return _Gone(finding, case.joined(row), parts)
+    joined = case.joined(row) if row is not None else None
+    return _Gone(finding, joined, parts) if joined is not None else None
 
 
 # ---- other names
@@ -70,8 +71,7 @@ def _pairs(gone: Mapping[str, _Gone], new: Mapping[str, TensorRef]) -> dict[str,
     found: dict[str, str] = {}
     for name, lost in gone.items() if new else ():
         alike = known.get((lost.ref.dtype, lost.ref.shape, *samples(lost.ref.plan)), [])
-        alike.sort(key=lambda other: -_shared(name, other))
-        for other in alike:
+        for other in sorted(alike[:_ALIKE], key=lambda other: -_shared(name, other)):
             if same(lost.ref.plan, new[other].plan):
                 found[name] = other
                 alike.remove(other)

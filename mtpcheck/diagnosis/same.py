@@ -14,6 +14,7 @@ from mtpcheck.tensormap import TensorRef
 
 _RUNS, _LONG = 6, 32
 _PIECE = 4 * SLAB  # bytes
+_SMALL = 4096  # bytes: read at once
 
 
 def samples(plan: Plan) -> Iterator[bytes]:
@@ -43,6 +44,8 @@ def same(a: Plan, b: Plan) -> bool:
     """Whether two plans have one shape and give the same bytes, all of them."""
     if (a.shape, a.itemsize) != (b.shape, b.itemsize):
         return False
+    if a.nbytes <= _SMALL:
+        return read_plan(a) == read_plan(b)
     if any(x != y for x, y in zip(samples(a), samples(b), strict=True)):
         return False
     if a.nbytes <= SLAB:
