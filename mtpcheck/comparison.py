@@ -47,7 +47,7 @@ def compare_sides(
         else:
             found, compared, others = _by_part(a, b, only_mtp, progress, bits)
     nbytes = sum(ref.nbytes for name, ref in compared.items() if name in others)
-    found += [*(replace(f, source=True) for f in check_tied(a.tensor_map)), *check_tied(b.tensor_map)]
+    found += check_tied(a.tensor_map, b.tensor_map)
     report.add("presence", diagnose(of_group(found, "presence"), a, b), presence(a, compared))
     add_declaration(report, a, b, blame_source)
     values = diagnose(add_topology(report, a, b, of_group(found, "values")), a, b)

@@ -12,6 +12,7 @@ from mtpcheck.convert import convert
 from mtpcheck.report.junit import as_junit
 from mtpcheck.report.report import Component, Report
 from mtpcheck.verify import verify
+from tests.conftest import FIXTURES
 from tests.megatron_edit import drop_keys
 from tests.test_diagnosis import EH, EXPERTS, KINDS, MTP, OUT, Change, K, Q, Tensors, changed, of_experts
 
@@ -163,6 +164,20 @@ def test_zero_matrices_of_the_reference_are_a_warning_and_biases_none(tmp_path: 
     assert report.verdict == "holds" and [(f.check, f.subject) for f in report.source_faults] == [("values.zero", OUT)]
     report = verify(*sides(tmp_path / "all", matrices_times_zero, nothing))
     assert report.verdict == "fails" and {f.check for f in report.failures} == {"values.zero"}
+
+
+def test_a_trained_head_of_one_value_fails(tmp_path: Path) -> None:
+    found = verify(*sides(tmp_path, nothing, lambda t: t.update({EH: torch.full_like(t[EH], 0.01)})), values="changed")
+    assert [(f.check, f.subject) for f in found.failures] == [("values.constant", EH)]
+
+
+def test_a_head_that_the_reference_has_untied_is_told_once(tmp_path: Path) -> None:
+    def untied(t: Tensors) -> None:
+        t["lm_head.weight"] = t["model.embed_tokens.weight"] + 1
+
+    source = changed(tmp_path, untied, FIXTURES / "qwen3_mtp")
+    (found,) = verify(source, source).failures
+    assert found.check == "presence.tied" and found.source
 
 
 # ---- components

@@ -82,6 +82,11 @@ def _layer(
     weights = [part for part in layer.parts if len(candidate.model.shapes[part]) > 1 and part not in candidate.copies]
     zeros = [part for part in weights if part in layer.moved and only_zeros(candidate.parts[part])]
     broken = [part for part in layer.moved if not _finite(candidate.parts[part]) and _finite(reference.parts[part])]
+    moved = [part for part in weights if part in layer.moved and part not in zeros]
+    alike = [part for part in moved if _one_value(candidate.parts[part])]
+    if alike:
+        what = f"{len(alike)} of {len(weights)} matrices of {name} begin with one value many times"
+        yield failure("values.constant", candidate.names[alike[0]], what)
     if broken:
         yield failure("values.nonfinite", candidate.names[broken[0]], f"{len(broken)} tensors of {name} hold NaN or "
                       "infinity, which the base does not")  # fmt: skip
@@ -100,6 +105,12 @@ def _layer(
 
 def _finite(ref: TensorRef) -> bool:
     return bool(np.isfinite(_values(ref)).all())
+
+
+def _one_value(ref: TensorRef) -> bool:
+    """Whether all values of the sample are one number but zero."""
+    values = _values(ref)
+    return len(values) > 1 and bool(values[0]) and bool((values == values[0]).all())
 
 
 def _is_fresh(layer: Component, weights: list[str], reference: TensorMap, candidate: TensorMap) -> bool:

@@ -9,14 +9,20 @@ from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
 
-def check_tied(tensor_map: TensorMap) -> Iterator[Finding]:
-    """A tied model may store its head all the same, if it is the embedding. Reads both where it does."""
-    for part, original in tensor_map.copies.items():
-        ref, main = tensor_map.parts.get(part), tensor_map.parts.get(original)
-        if not is_mtp(part) and ref is not None and main is not None and differs(ref, main):
+def check_tied(*tensor_maps: TensorMap) -> Iterator[Finding]:
+    """A tied model may store its head all the same, if it is the embedding. Reads both where it does.
+
+    Of two maps the first is the reference: what it has untied itself is its own fault, and none of the candidate's."""
+    told: set[str] = set()
+    for number, tensor_map in enumerate(tensor_maps, 1):
+        for part, original in tensor_map.copies.items():
+            ref, main = tensor_map.parts.get(part), tensor_map.parts.get(original)
+            if is_mtp(part) or part in told or ref is None or main is None or not differs(ref, main):
+                continue
+            told.add(part)
             yield failure(
-                "presence.tied", tensor_map.names[part],
-                f"differs from {tensor_map.names[original]}, and the model is declared tied",
+                "presence.tied", tensor_map.names[part], source=number < len(tensor_maps),
+                message=f"differs from {tensor_map.names[original]}, and the model is declared tied",
                 cause="some loaders use the one and some the other",
                 todo="declare the model untied if it was trained so, or store one of the two",
             )  # fmt: skip

@@ -120,9 +120,11 @@ class Report:
         self.findings += own
 
     def include(self, findings: Iterable[Finding]) -> None:
-        """Take over findings of another pass, each check and subject once."""
+        """Take over findings of another pass, each check, subject and cause once."""
+        known = {(f.check, f.subject, f.cause) for f in self.findings}
         for finding in findings:
-            if all((f.check, f.subject) != (finding.check, finding.subject) for f in self.findings):
+            if (own := (finding.check, finding.subject, finding.cause)) not in known:
+                known.add(own)
                 self.findings.append(finding)
 
     def skip(self, group: str, why: str) -> None:
