@@ -138,7 +138,8 @@ def _mixed(held: Mapping[int, Sequence[int]]) -> Cause:
         left = [other for other in found if other not in taken]  # equal experts stand for one another
         source[expert] = next((other for other in left if other in held), next(iter(left), found[0]))
         taken.add(source[expert])
-    told = f"experts {numbers(list(source))} hold what {numbers(list(source.values()))} held"
+    who = f"expert {next(iter(source))} holds" if len(source) == 1 else f"experts {numbers(list(source))} hold"
+    told = f"{who} what {numbers(list(source.values()))} held"
     return Cause("experts-permuted" if set(source) == set(source.values()) else "experts-duplicated", told)
 
 
