@@ -633,3 +633,14 @@ def test_words() -> None:
     assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert components(["mtp.0", "mtp.0", "layers.2"]) == "MTP layer 0 and decoder layer 2"
     assert components([f"layers.{i}" for i in range(9)]) == "9 components"
+
+
+def test_what_was_found_holds_where_the_diagnosis_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(causes, "make_case", fail)
+    report = verify(SOURCE, changed(tmp_path, lambda tensors: tensors[EH].neg_()))
+    (finding,) = report.failures
+    assert (report.exit_code, finding.check, finding.cause_id) == (1, "values.bits", "")
+    assert "stopped with KeyError" in finding.cause

@@ -32,7 +32,7 @@ Theory = Callable[[str], Told]
 """What it explains of a piece, and of those it is stored with; nothing if it does not hold."""
 
 
-def diagnose(found: Sequence[Finding], a: Side, b: Side) -> list[Finding]:
+def with_causes(found: Sequence[Finding], a: Side, b: Side) -> list[Finding]:
     """Findings of a comparison of ``b`` with ``a``, with causes; those of one cause are one finding with ``members``.
 
     Looks at values.bits, .dtype and .shape and at presence.missing, .unclaimed and .shape, unless they have a cause or
