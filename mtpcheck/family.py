@@ -6,8 +6,8 @@ facts that hold for every member. ``Model`` is a family at one size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,9 +18,10 @@ from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
-_FAMILY_KEYS = {"extends", "match", "trunk", "outside", "decoder", "mtp", "facts", "config"}
-_MTP_KEYS = {"prefix", "own", "blocks", "declared", "fed", "passed_on", "norm", "separate"}
-_BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config", "quantized"}
+_FAMILY_KEYS = {"extends", "match", "trunk", "text", "beside", "outside", "decoder", "mtp", "facts", "config"}
+_MTP_KEYS = {"prefix", "own", "blocks", "declared", "counted", "fed", "passed_on", "norm", "separate"}
+_BLOCK_KEYS = {"each", "parts", "when", "hf", "either", "copies", "facts", "config", "quantized"}
+BESIDE = "beside."
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Block:
     config: tuple[ConfigRow, ...]
     quantized: tuple[str, ...] = ()
     """Parts that no other layer has, and that serving engines build under the quantization config."""
+    either: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other spellings of the same parts by the fact (or ``not`` it) that makes each the usual one; a checkpoint that
+    has a tensor of another is spelled so."""
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
@@ -60,15 +64,20 @@ def load_block(name: str) -> Block:
         facts=table.get("facts", {}),
         config=config_rows(str(path), table.get("config", {})),
         quantized=tuple(table.get("quantized", ())),
+        either=table.get("either", {}),
     )
 
 
 @dataclass(frozen=True)
 class Model:
-    """A family at one size: every part with its shape, every HF row, in the order of the layers."""
+    """A family at one size: every part with its shape, every HF row, in the order of the layers.
+
+    ``stored`` are names of the HF checkpoint, which decide between spellings.
+    """
 
     family: str
     facts: Mapping[str, Any]
+    stored: Collection[str] = ()
     shapes: dict[str, PartShape] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
@@ -85,17 +94,35 @@ class Model:
                 for part in _each(template, block.each, names):
                     self.shapes[lead + part] = shape
                     self.layers.setdefault(layer, []).append(part)
-        for template, made_of in block.hf.items():
-            parts = made_of["join"] if isinstance(made_of, dict) else [made_of]
-            axis = made_of["axis"] if isinstance(made_of, dict) else 0
+        for template, made_of in {**block.hf, **self._chosen(block, hf_lead, names)}.items():
+            entry = made_of if isinstance(made_of, dict) else {"join": [made_of]}
+            parts = entry.get("join") or entry["chain"]
             if all(part in present for part in parts):
-                lists = [_each(part, block.each, names) for part in parts]
-                for name, *own in zip(_each(template, block.each, names), *lists, strict=True):
-                    origin = f"blocks/{block.name}.yaml: {template}"
-                    self.rows.append(Row(hf_lead + name, tuple(lead + part for part in own), axis, origin=origin))
+                lists = [[lead + own for own in _each(part, block.each, names)] for part in parts]
+                stack = (len(lists[0]),) if entry.get("stacked") else ()
+                own = [tuple(part for one in zip(*lists, strict=True) for part in one)] if stack else zip(*lists)
+                form = {"chained": "chain" in entry, "origin": f"blocks/{block.name}.yaml: {template}"}
+                for name, made in zip(_each(template, block.each, names), own, strict=True):
+                    self.rows.append(Row(hf_lead + name, made, entry.get("axis", 0), stack, **form))
         for part, copy in block.copies.items():
             if "when" not in copy or self.facts.get(copy["when"]):
                 self.copies[lead + part] = copy["of"]
+
+    def _chosen(self, block: Block, lead: str, names: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The one of a block's other spellings that is stored, else the usual one."""
+        usual: Mapping[str, Any] = {}
+        for condition, table in block.either.items():
+            if any(lead + name in self.stored for template in table for name in _each(template, block.each, names)[:1]):
+                return table
+            usual = table if holds(condition, self.facts) else usual
+        return usual
+
+    def carry(self, name: str, shape: tuple[int, ...]) -> str:
+        """Add a tensor of the release that the text model has no part for, as it is; gives its part."""
+        part = BESIDE + name
+        self.shapes[part] = tuple((n,) for n in shape)
+        self.rows.append(Row(name, (part,), origin="beside"))
+        return part
 
 
 def _each(template: str, each: Mapping[str, str], names: Mapping[str, Any]) -> list[str]:
@@ -124,11 +151,22 @@ class Family:
     config: tuple[ConfigRow, ...]
     trunk_type: str
     """The model type under which transformers has the decoder."""
+    text: Mapping[str, str]
+    """Where a model of text and images keeps its text model: ``config``, the key of its config, and ``model``, what
+    stands in names where a text model has ``model``."""
+    beside: tuple[str, ...]
+    """How names of tensors begin that belong to no text model."""
+
+    @property
+    def _declaration(self) -> ConfigRow:
+        """How the number of MTP layers is declared; null, where nothing declares it, stands for those stored."""
+        default = None if self.mtp.get("counted") else 0
+        return ConfigRow(tuple(self.mtp["declared"]), "mtp_layers", default=default).within(self.text.get("config", ""))
 
     @property
     def declared_by(self) -> tuple[str, ...]:
         """Config keys that declare the number of MTP layers; the first is written where none was."""
-        return tuple(self.mtp["declared"])
+        return self._declaration.keys
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -139,7 +177,17 @@ class Family:
     def all_config(self) -> tuple[ConfigRow, ...]:
         """Config rows of the family and of all its blocks."""
         rows = (*(row for block in self.blocks for row in block.config), *self.config)
-        return (*dict.fromkeys(rows), ConfigRow(self.declared_by, "mtp_layers", default=0))
+        own = [row.within(self.text.get("config", "")) for row in dict.fromkeys(rows)]
+        return (*own, self._declaration)
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the text model, which may lie within that of a larger one."""
+        inner = config.get(self.text.get("config", ""))
+        return {**config, **inner} if isinstance(inner, Mapping) else config
+
+    def in_release(self, name: str) -> str:
+        """A name of transformers' text model as the release spells it."""
+        return self.text.get("model", "model") + name.removeprefix("model") if name.startswith("model.") else name
 
     @cached_property
     def all_fixed(self) -> dict[str, Any]:
@@ -155,11 +203,12 @@ class Family:
             self.add_mtp_layer(model, i)
         return model
 
-    def trunk(self, facts: Mapping[str, Any]) -> Model:
-        """The model without MTP layers."""
-        model = Model(self.name, facts)
+    def trunk(self, facts: Mapping[str, Any], stored: Collection[str] = ()) -> Model:
+        """The model without MTP layers, spelled as in an HF checkpoint of these names."""
+        model = Model(self.name, facts, stored)
         for name in self.outside:
             model.add(load_block(name), "", "", facts)
+        model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
             for block in _chosen(self.decoder["blocks"], names):
@@ -208,6 +257,8 @@ def load_family(name: str) -> Family:
         fixed=table.get("facts", {}),
         config=config_rows(f"families/{name}.yaml", table.get("config", {})),
         trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
+        text=table.get("text", {}),
+        beside=tuple(table.get("beside", ())),
     )
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)
@@ -216,7 +267,7 @@ def load_family(name: str) -> Family:
 
 def specimens(family: Family) -> tuple[Model, Model]:
     """The family at the smallest size, with every option on and with every option off, for proofs."""
-    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers"), 0)
+    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers"), 0)
     return tuple(family.model({**_SPECIMEN, **options, **family.all_fixed}) for options in ({}, off))  # type: ignore[return-value]
 
 
@@ -224,7 +275,8 @@ _SPECIMEN: dict[str, Any] = {
     "layers": 2, "mtp_stored": 2, "vocab": 7, "hidden": 6, "heads": 4, "groups": 2, "head_dim": 2, "ffn": 5,
     "experts": 2, "expert_ffn": 3, "shared_experts": 2, "dense_layers": 1, "qkv_bias": True, "qk_norm": True,
     "tied": False, "q_lora": 8, "kv_lora": 9, "nope_dim": 3, "rope_dim": 2, "v_dim": 7, "index_heads": 3,
-    "index_dim": 4, "indexer_types": ["full", "shared", "full"],
+    "index_dim": 4, "indexer_types": ["full", "shared", "full"], "shared_ffn": 7, "linear_layers": [1, 0],
+    "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 3, "linear_value_dim": 5, "linear_kernel": 4,
 }  # fmt: skip
 """Axes of unequal lengths, so that an exchange of two shows."""
 
