@@ -99,7 +99,8 @@ class Dialect:
 
     def _decoder_rows(self, spelling: Spelling, model: Model, form: KeyForm) -> None:
         layers = [name for name in model.layers if name.startswith("layers.")]
-        # transformer_block.py: one key with a layer axis, unless the layers differ (moe_layer_freq or linear_attention_freq)
+        # transformer_block.py: one key with a layer axis, unless the layers differ (by moe_layer_freq, by
+        # linear_attention_freq)
         stacked = not model.facts["experts"] and not model.facts.get("linear_layers")
         for entry in self.layer:
             having = [layer for layer in layers if entry.fits(model.layers[layer], model.facts)]

@@ -55,12 +55,12 @@ class Cast:
         plan = self.ref.plan if self.ref.plan.shape else self.ref.plan.reshape((1,))
 
         def make(first: int, end: int, out: NDArray[np.uint8]) -> None:
-            _cast(bytes_of(plan.slice(0, first, end), "cast"), self.ref.dtype, out, self.dtype)
+            cast_values(bytes_of(plan.slice(0, first, end), "cast"), self.ref.dtype, out, self.dtype)
 
         by_rows(buffer, offset, _SIZE[self.dtype] * prod(plan.shape[1:]), make, "made")
 
 
-def _cast(raw: NDArray[np.uint8], source: str, out: NDArray[np.uint8], target: str) -> None:
+def cast_values(raw: NDArray[np.uint8], source: str, out: NDArray[np.uint8], target: str) -> None:
     """Values of ``raw`` into ``out``. A NaN stays one; widened to F32 it keeps its bits."""
     if source == "BF16":
         wide = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -80,9 +80,10 @@ def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
 
 
 def holds(condition: str, facts: Mapping[str, Any]) -> bool:
-    """Whether a fact is true, or after ``not`` is not; an empty condition always holds."""
-    fact = condition.removeprefix("not ")
-    return not condition or bool(facts.get(fact)) is (fact == condition)
+    """Whether a fact is true, or after ``not`` is not, and so for all that ``and`` joins; an empty one always holds."""
+    return not condition or all(
+        bool(facts.get(one.removeprefix("not "))) is not one.startswith("not ") for one in condition.split(" and ")
+    )
 
 
 # ---- Hugging Face

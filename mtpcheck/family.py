@@ -6,7 +6,7 @@ facts that hold for every member. ``Model`` is a family at one size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -95,15 +95,12 @@ class Model:
                     self.shapes[lead + part] = shape
                     self.layers.setdefault(layer, []).append(part)
         for template, made_of in {**block.hf, **self._chosen(block, hf_lead, names)}.items():
-            entry = made_of if isinstance(made_of, dict) else {"join": [made_of]}
-            parts = entry.get("join") or entry["chain"]
+            form = made_of if isinstance(made_of, dict) else {"join": [made_of]}
+            parts = form.get("join") or form["chain"]
             if all(part in present for part in parts):
-                lists = [[lead + own for own in _each(part, block.each, names)] for part in parts]
-                stack = (len(lists[0]),) if entry.get("stacked") else ()
-                own = [tuple(part for one in zip(*lists, strict=True) for part in one)] if stack else zip(*lists)
-                form = {"chained": "chain" in entry, "origin": f"blocks/{block.name}.yaml: {template}"}
-                for name, made in zip(_each(template, block.each, names), own, strict=True):
-                    self.rows.append(Row(hf_lead + name, made, entry.get("axis", 0), stack, **form))
+                own = [[lead + one for one in _each(part, block.each, names)] for part in parts]
+                hf_names = [hf_lead + name for name in _each(template, block.each, names)]
+                self.rows.extend(_rows(hf_names, own, form, f"blocks/{block.name}.yaml: {template}"))
         for part, copy in block.copies.items():
             if "when" not in copy or self.facts.get(copy["when"]):
                 self.copies[lead + part] = copy["of"]
@@ -123,6 +120,18 @@ class Model:
         self.shapes[part] = tuple((n,) for n in shape)
         self.rows.append(Row(name, (part,), origin="beside"))
         return part
+
+
+def _rows(names: list[str], parts: list[list[str]], form: Mapping[str, Any], origin: str) -> Iterator[Row]:
+    """One row a name, of one instance each of several parts; or, ``stacked``, one row of all instances."""
+    chained, axis = "chain" in form, form.get("axis", 0)
+    instances = list(zip(*parts, strict=True))
+    if form.get("stacked"):
+        whole = tuple(part for own in instances for part in own)
+        yield Row(names[0], whole, axis, (len(instances),), chained=chained, origin=origin)
+        return
+    for name, own in zip(names, instances, strict=True):
+        yield Row(name, own, axis, chained=chained, origin=origin)
 
 
 def _each(template: str, each: Mapping[str, str], names: Mapping[str, Any]) -> list[str]:

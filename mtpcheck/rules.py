@@ -161,9 +161,9 @@ def _every(n: int, layers: int) -> list[int]:
 
 
 def linear_layers(told: Any, facts: Facts) -> list[int]:
-    """The same from a config: kinds of attention layer by layer, or ``n``. Raises UnsupportedError for anything else."""
+    """The same from a config: kinds of attention layer by layer, or ``n``. Raises UnsupportedError otherwise."""
     layers, kinds = facts.get("layers") or 0, ("full_attention", "linear_attention")
-    if type(told) is int and 0 < told:
+    if type(told) is int and told > 0:
         return _every(told, layers)
     if isinstance(told, list) and len(told) == layers and all(kind in kinds for kind in told):
         return [kinds.index(kind) for kind in told]
