@@ -191,7 +191,7 @@ class Dialect:
         """Add the row in the form that ``stored`` has: joined, or its two halves apart."""
         name = next((n for n in names if (n in form.stored or n + "_w" in form.stored)), names[0])
         origin = self._origin(entry)
-        if entry.split and form.experts is None:
+        if entry.split and form.experts is None and name not in form.stored:
             for i, piece in enumerate(entry.split):
                 own = tuple(parts[i :: len(entry.split)])
                 spelling.rows.append(Row(f"{name}.{piece}", own, 0, stack, origin=origin))

@@ -169,7 +169,7 @@ class Family:
     @property
     def _declaration(self) -> ConfigRow:
         """How the number of MTP layers is declared; null, where nothing declares it, stands for those stored."""
-        default = None if self.mtp.get("counted") else 0
+        default = "mtp_stored" if self.mtp.get("counted") else 0
         return ConfigRow(tuple(self.mtp["declared"]), "mtp_layers", default=default).within(self.text.get("config", ""))
 
     @property
@@ -186,8 +186,8 @@ class Family:
     def all_config(self) -> tuple[ConfigRow, ...]:
         """Config rows of the family and of all its blocks."""
         rows = (*(row for block in self.blocks for row in block.config), *self.config)
-        own = [row.within(self.text.get("config", "")) for row in dict.fromkeys(rows)]
-        return (*own, self._declaration)
+        distinct = (row for i, row in enumerate(rows) if row not in rows[:i])
+        return (*(row.within(self.text.get("config", "")) for row in distinct), self._declaration)
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the text model, which may lie within that of a larger one."""
