@@ -94,6 +94,10 @@ Fp8ExportOption = Annotated[
     typer.Option(help="FP8 weights in Megatron: bf16 values, or codes (keep). In an export trained ones: bf16, or "
                       "quantized anew (requantize)."),
 ]  # fmt: skip
+TextOnly = Annotated[
+    bool,
+    typer.Option("--text-only", help="Carry tensors that belong to no text model (images) beside Megatron's."),
+]
 Iteration = Annotated[int | None, typer.Option(min=0, help="Take this iteration of a Megatron root.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 Reports = Annotated[

@@ -43,6 +43,8 @@ class Options:
     topology: Topology = field(default_factory=Topology)
     experts: Experts | None = None
     fp8: Fp8 = "dequantize"
+    text_only: bool = False
+    """Carry tensors of no text model beside Megatron, which has no place for them, in place of refusing."""
 
     def padded_vocab(self, vocab: int, layout: Layout) -> int:
         """Megatron pads the vocabulary to a multiple of ``vocab_multiple`` × TP."""

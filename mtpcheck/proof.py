@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.comparison import declaration
-from mtpcheck.convert import check_convertible, check_not_lost, other_layout
+from mtpcheck.convert import check_convertible, check_not_lost, check_text, other_layout
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.export import derived_config
@@ -70,6 +70,8 @@ def prove(
             report.add(group, of_group(error.findings, group), "nothing can be proved")
         report.skip("plan", "the checkpoint fails before")
         return report
+    if a.layout == "hf":
+        check_text(a, a_map, options)
     report.add("structure", of_group(a.findings, "structure"), f"{len(a.tensors):,} tensors in {a.layout}")
     report.add("presence", [], f"{len(a_map.parts):,} parts, every stored tensor claimed once")
     report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
