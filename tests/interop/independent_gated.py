@@ -13,7 +13,7 @@ def rows(tensor: torch.Tensor, first: int, count: int) -> list[torch.Tensor]:
 
 
 def gated_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: Config) -> torch.Tensor:
-    """For each query group: its queries, then their gates, then its key and its value; HF has each gate by its query."""
+    """For each query group: its queries, then their gates, its key and its value; HF has each gate beside its query."""
     groups, size = config["num_key_value_heads"], config["head_dim"]
     own, out = config["num_attention_heads"] // groups, []
     for group in range(groups):

@@ -1,4 +1,4 @@
-"""megatron-core's gated attention and gated delta nets, on what mtpcheck wrote: names, shapes, every bit, and logits."""
+"""megatron-core's gated attention and gated delta nets, on what mtpcheck wrote: names, shapes, bits, and logits."""
 
 from __future__ import annotations
 
