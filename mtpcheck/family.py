@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from mtpcheck.data import check_keys, configs, load
@@ -20,6 +21,8 @@ from mtpcheck.rows import PartShape, Row, prove_invertible
 
 _FAMILY_KEYS = {"extends", "match", "trunk", "text", "beside", "outside", "decoder", "mtp", "facts", "config"}
 _MTP_KEYS = {"prefix", "own", "blocks", "declared", "counted", "fed", "passed_on", "norm", "separate"}
+_KEYS_OF = {"match": {"model_type", "architectures"}, "decoder": {"prefix", "blocks"}, "mtp": _MTP_KEYS}
+_NEEDED = {**_KEYS_OF, "mtp": {"prefix", "own", "blocks", "declared"}}
 _BLOCK_KEYS = {"each", "parts", "when", "hf", "either", "copies", "facts", "config", "quantized"}
 BESIDE = "beside."
 
@@ -47,13 +50,14 @@ class Block:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
 
 
-@lru_cache(maxsize=64)
-def load_block(name: str) -> Block:
-    path = configs() / "blocks" / f"{name}.yaml"
+@lru_cache(maxsize=128)
+def load_block(name: str, home: Path | None = None) -> Block:
+    """A block of the tables in ``home``, or of those that come with mtpcheck. Raises FamilyError if there is none."""
+    path = _file(home, "blocks", name)
     if not path.is_file():
         raise FamilyError(f"block {name!r}: no file {path}")
     table = load(path)
-    check_keys(str(path), table, _BLOCK_KEYS)
+    check_keys(str(path), table, _BLOCK_KEYS, needed={"parts", "hf"})
     return Block(
         name=name,
         parts=table["parts"],
@@ -66,6 +70,12 @@ def load_block(name: str) -> Block:
         quantized=tuple(table.get("quantized", ())),
         either=table.get("either", {}),
     )
+
+
+def _file(home: Path | None, kind: str, name: str) -> Path:
+    """A table of ``home`` where it has one of this name, else the one that comes with mtpcheck."""
+    own = home / kind / f"{name}.yaml" if home is not None else None
+    return own if own is not None and own.is_file() else configs() / kind / f"{name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,8 @@ class Family:
     stands in names where a text model has ``model``."""
     beside: tuple[str, ...]
     """How names of tensors begin that belong to no text model."""
+    home: Path | None = None
+    """The folder of tables that its blocks come from, if it is not mtpcheck's own."""
 
     @property
     def _declaration(self) -> ConfigRow:
@@ -180,7 +192,7 @@ class Family:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         named = [_block_name(entry) for entry in (*self.outside, *self.decoder["blocks"], *self.mtp["blocks"])]
-        return tuple(load_block(name) for name in named)
+        return tuple(load_block(name, self.home) for name in named)
 
     @cached_property
     def all_config(self) -> tuple[ConfigRow, ...]:
@@ -216,11 +228,11 @@ class Family:
         """The model without MTP layers, spelled as in an HF checkpoint of these names."""
         model = Model(self.name, facts, stored)
         for name in self.outside:
-            model.add(load_block(name), "", "", facts)
+            model.add(load_block(name, self.home), "", "", facts)
         model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
-            for block in _chosen(self.decoder["blocks"], names):
+            for block in self._chosen(self.decoder["blocks"], names):
                 model.add(block, f"layers.{k}", expand(self.decoder["prefix"], names), names)
         return model
 
@@ -228,23 +240,22 @@ class Family:
         """An MTP layer is a decoder layer, placed after the last one, and the blocks that only it has."""
         names = {**model.facts, "i": i, "k": model.facts["layers"] + i}
         own = self.mtp["own"] if isinstance(self.mtp["own"], list) else [self.mtp["own"]]
-        for block in _chosen(self.decoder["blocks"], names):
+        for block in self._chosen(self.decoder["blocks"], names):
             model.add(block, f"mtp.{i}", expand(self.mtp["prefix"], names), names)
-        for block in _chosen(self.mtp["blocks"], names):
+        for block in self._chosen(self.mtp["blocks"], names):
             model.add(block, f"mtp.{i}", expand(own[min(i, len(own) - 1)], names), names)
+
+    def _chosen(self, entries: list[Any], names: Mapping[str, Any]) -> list[Block]:
+        """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
+        return [
+            load_block(_block_name(entry), self.home)
+            for entry in entries
+            if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
+        ]
 
 
 def _block_name(entry: str | dict[str, str]) -> str:
     return entry if isinstance(entry, str) else next(iter(entry))
-
-
-def _chosen(entries: list[Any], names: Mapping[str, Any]) -> list[Block]:
-    """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
-    return [
-        load_block(_block_name(entry))
-        for entry in entries
-        if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
-    ]
 
 
 @lru_cache(maxsize=64)
@@ -254,8 +265,16 @@ def load_family(name: str) -> Family:
         near = get_close_matches(name, family_names(), n=1, cutoff=0.3)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
-    table = _table(name)
-    check_keys(f"families/{name}.yaml: mtp", table["mtp"], _MTP_KEYS)
+    return read_family(configs() / "families" / f"{name}.yaml")
+
+
+def read_family(path: Path, home: Path | None = None) -> Family:
+    """A family from its file, with blocks of ``home``. Raises FamilyError if it is not well-formed or not
+    invertible."""
+    name, table = path.stem, _table(path, home)
+    check_keys(str(path), table, _FAMILY_KEYS, needed={"match", "outside", "decoder", "mtp"})
+    for key, needed in _NEEDED.items():
+        check_keys(f"{path}: {key}", table[key], _KEYS_OF[key], needed)
     family = Family(
         name=name,
         model_types=tuple(_listed(table["match"]["model_type"])),
@@ -268,6 +287,7 @@ def load_family(name: str) -> Family:
         trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
         text=table.get("text", {}),
         beside=tuple(table.get("beside", ())),
+        home=home,
     )
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)
@@ -290,13 +310,14 @@ _SPECIMEN: dict[str, Any] = {
 """Axes of unequal lengths, so that an exchange of two shows."""
 
 
-def _table(name: str) -> dict[str, Any]:
+def _table(path: Path, home: Path | None) -> dict[str, Any]:
     """A family's YAML with its ``extends`` merged under it, mapping by mapping."""
-    path = configs() / "families" / f"{name}.yaml"
     table: dict[str, Any] = load(path)
     check_keys(str(path), table, _FAMILY_KEYS)
     if base := table.pop("extends", None):
-        merged = _table(base)
+        if not (below := _file(home, "families", str(base))).is_file():
+            raise FamilyError(f"{path}: extends {base!r}, and there is no {below}")
+        merged = _table(below, home)
         for key, value in table.items():
             merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
         return merged
