@@ -195,12 +195,19 @@ def config_from_facts(
 def _store_ruled(config: dict[str, Any], row: ConfigRow, fact: Any, default: Any, facts: Mapping[str, Any]) -> None:
     """Set the key of a row with a rule. Keys that say the fact in their own way are left as they are."""
     present = [key for key in row.keys if lookup(config, key) not in (MISSING, None)]
-    same = all(row.fact_of(lookup(config, key), facts) == fact for key in present)
+    same = all(_says(row, lookup(config, key), fact, facts) for key in present)
     if fact is MISSING or fact is None or (same and (present or fact == default)):
         return
     for key in present:
         store(config, key, MISSING)
     store(config, row.keys[0], row.value_of(fact))
+
+
+def _says(row: ConfigRow, value: Any, fact: Any, facts: Mapping[str, Any]) -> bool:
+    try:
+        return bool(row.fact_of(value, facts) == fact)
+    except UnsupportedError:  # of another number of layers
+        return False
 
 
 def _copy(value: Any) -> Any:

@@ -126,10 +126,11 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
 
 
 def resized(kinds: list[Any], facts: Facts, layers: int, mtp: int) -> list[Any]:
-    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers are of
-    the kind that the last one was. Indexers that Megatron has no schedule for all become layers' own."""
+    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers, where it
+    speaks of them, are of the kind that the last one was. Indexers that Megatron has no schedule for become layers'
+    own."""
     trunk = kinds[: facts["layers"]]
-    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * mtp]
+    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * (mtp if len(kinds) > facts["layers"] else 0)]
     return ["full"] * len(own) if "shared" in own and _indexer_schedule(own) is None else own
 
 
