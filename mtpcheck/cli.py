@@ -49,6 +49,7 @@ from mtpcheck.flags import (
     Source,
     Spec,
     SpecOption,
+    TextOnly,
     Tp,
     Values,
     Verbose,
@@ -167,6 +168,7 @@ def roundtrip(
     pipeline_layout: PipelineLayout = "",
     experts: ExpertForm = None,
     fp8: Fp8Option = Fp8.dequantize,
+    text_only: TextOnly = False,
     as_json: Json = False,
     report: Reports = None,
     quiet: Quiet = False,
@@ -190,7 +192,7 @@ def roundtrip(
     middle: Literal["torch_dist", "torch"] | None = via.value if via else None
 
     def judge() -> Report:
-        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value)
+        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value, text_only)
         if workload and (plan or no_acceptance):
             raise UsageError("--workload says what to draft on, and nothing is run")
         if plan:
@@ -233,6 +235,7 @@ def convert(
     pipeline_layout: PipelineLayout = "",
     experts: ExpertForm = None,
     fp8: Fp8ExportOption = Fp8Export.dequantize,
+    text_only: TextOnly = False,
     quiet: Quiet = False,
 ) -> int:
     """One direction. DST appears whole or not at all."""
@@ -242,7 +245,7 @@ def convert(
     from mtpcheck.report.inspection import render_converted
 
     ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
-    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None, fp8.value)
+    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None, fp8.value, text_only)
     total = open_checkpoint(src, iteration).nbytes
     with bar("converting", total, not quiet) as progress:
         converted = run(src, dst, to.value if to else None, family, options, like, progress, iteration=iteration)
@@ -311,6 +314,7 @@ def _options(
     experts: Experts | None,
     layout: str | None,
     fp8: Literal["dequantize", "keep", "requantize"],
+    text_only: bool,
 ) -> Options:
     """Options from flags. Raises UsageError for flags that a layout without ranks would ignore."""
     from mtpcheck.megatron import Options
@@ -320,7 +324,7 @@ def _options(
     topology = Topology(tp, pp, vpp, ep, tp if etp is None else etp, first, last, pipeline)
     if layout != "torch" and (topology != Topology() or experts):
         raise UsageError("--tp, --pp, --experts and the like tell how to write rank files: add --to or --via torch")
-    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8)
+    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8, text_only)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -16,12 +16,14 @@ from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.diagnosis import diagnose
 from mtpcheck.dialect import load_dialect
 from mtpcheck.encoding import as_codes
+from mtpcheck.facts import lookup
 from mtpcheck.family import load_family
 from mtpcheck.normalise import stored_rows
 from mtpcheck.packing import WEIGHT
 from mtpcheck.progress import Progress, Silent, bar
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Report, of_group
+from mtpcheck.rules import MISSING
 from mtpcheck.side import Side
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
@@ -166,7 +168,7 @@ def declaration(checkpoint: Checkpoint, tensor_map: TensorMap) -> str:
         declared = (checkpoint.args or {}).get("mtp_num_layers")
         return "nothing" if declared is None else f"mtp_num_layers={declared}"
     keys = load_family(tensor_map.family).declared_by
-    said = [f"{key}={checkpoint.config[key]}" for key in keys if key in checkpoint.config]
+    said = [f"{key}={value}" for key in keys if (value := lookup(checkpoint.config, key)) is not MISSING]
     return ", ".join(said) or "nothing"
 
 

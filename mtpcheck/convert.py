@@ -13,6 +13,7 @@ from mtpcheck.checks.topology import check_ranks
 from mtpcheck.encoding import block_of
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.export import padding_findings, write_hf
+from mtpcheck.family import BESIDE
 from mtpcheck.manifest import Manifest
 from mtpcheck.megatron import Options, copy_states, dealer, held_by_megatron, load_writers, write_megatron
 from mtpcheck.normalise import is_quantized
@@ -85,6 +86,8 @@ def convert(
     tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
+    if opened.layout == "hf":
+        check_text(opened, tensor_map, options)
     held = held_by_megatron(tensor_map, to, options) if to != "hf" else tensor_map
     needed = dealer(held, options).nbytes if to == "torch" else held.nbytes
     check_space(target.parent, needed if written is None else 0)
@@ -140,6 +143,16 @@ def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""
         raise CheckpointFails(f"{source.path}: {first.subject}: {first.message}{more}; nothing was written", blocking)
+
+
+def check_text(source: Checkpoint, tensor_map: TensorMap, options: Options) -> None:
+    """Raise UnsupportedError if an HF source holds tensors of no text model, unless they may be carried beside."""
+    beside = [part.removeprefix(BESIDE) for part in tensor_map.parts if part.startswith(BESIDE)]
+    if beside and not options.text_only:
+        raise UnsupportedError(
+            f"{source.path}: {beside[0]} and {len(beside) - 1:,} more belong to no text model, and a Megatron "
+            "checkpoint of one has no place for them; --text-only carries them beside it"
+        )
 
 
 def check_not_lost(source: Checkpoint, tensor_map: TensorMap) -> None:

@@ -55,7 +55,7 @@ class Dealer:
                 ref, role = self.tensor_map.parts[row.parts[0]], address.role
                 nbytes = prod(row.shape(self.tensor_map.model.shapes)) * ref.plan.itemsize
                 holders = len(pairs) // self.topology.ep if role and role.counter else len(pairs)
-                cut = role.cut(self.form.spec) if role else None
+                cut = role.cut(self.form.spec, self.tensor_map.facts) if role else None
                 count = self.topology.etp if role and role.counter else self.topology.tp
                 total += nbytes * holders // (count if cut else 1)
         return total
@@ -104,7 +104,8 @@ class Dealer:
 
     def _share(self, rank: Rank, address: Address, row: Row, plans: Mapping[str, Plan]) -> Plan | None:
         """This rank's share of a tensor; None if it holds none of it."""
-        shapes, cut = self.tensor_map.model.shapes, address.role.cut(self.form.spec) if address.role else None
+        shapes, facts = self.tensor_map.model.shapes, self.tensor_map.facts
+        cut = address.role.cut(self.form.spec, facts) if address.role else None
         if address.expert is not None and address.expert // self._experts != rank.ep:
             return None
         expert = bool(address.role and address.role.counter)
@@ -126,5 +127,6 @@ class Dealer:
         for lead, layer, inner in layers:
             prefix = f"{lead}{layer}.{inner}"
             if inner or lead == f"{self.dialect.decoder}.":
-                model.update({f"{prefix}{b['module']}._extra_state": EMPTY for b in bare})
+                own = [b["module"] for b in bare if f"{prefix}{b['with']}" in model]
+                model.update({f"{prefix}{module}._extra_state": EMPTY for module in own})
         return model

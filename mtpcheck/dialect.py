@@ -99,8 +99,9 @@ class Dialect:
 
     def _decoder_rows(self, spelling: Spelling, model: Model, form: KeyForm) -> None:
         layers = [name for name in model.layers if name.startswith("layers.")]
-        # transformer_block.py: one key with a layer axis, unless the layers differ (moe_layer_freq is a list)
-        stacked = not model.facts["experts"]
+        # transformer_block.py: one key with a layer axis, unless the layers differ (by moe_layer_freq, by
+        # linear_attention_freq)
+        stacked = not model.facts["experts"] and not model.facts.get("linear_layers")
         for entry in self.layer:
             having = [layer for layer in layers if entry.fits(model.layers[layer], model.facts)]
             if not having:
@@ -124,7 +125,10 @@ class Dialect:
         for entry in self.layer:
             if entry.fits(model.layers[layer], model.facts):
                 self._role_rows(spelling, model, entry, f"{prefix}.{inner}", [layer], (), form)
+        names = {row.name for row in spelling.rows}
         for bare in self.bare_extra:
+            if f"{prefix}.{inner}.{bare['with']}" not in names:
+                continue
             if form.spec in bare["extra"] and form.mcore in bare["mcore"] and holds(bare["when"], model.facts):
                 spelling.extras.append(ExtraState(f"{prefix}.{inner}.{bare['module']}", ()))
 
@@ -187,11 +191,17 @@ class Dialect:
         """Add the row in the form that ``stored`` has: joined, or its two halves apart."""
         name = next((n for n in names if (n in form.stored or n + "_w" in form.stored)), names[0])
         origin = self._origin(entry)
+        if entry.split and form.experts is None and name not in form.stored:
+            for i, piece in enumerate(entry.split):
+                own = tuple(parts[i :: len(entry.split)])
+                spelling.rows.append(Row(f"{name}.{piece}", own, 0, stack, origin=origin))
+            return name
         if entry.halves and name not in form.stored and name + "_w" in form.stored:
             for half, suffix in enumerate(("_w", "_v")):
                 spelling.rows.append(Row(name + suffix, tuple(parts[half::2]), 0, stack, origin=origin))
         else:
-            spelling.rows.append(Row(name, tuple(parts), entry.axis, stack, origin=origin))
+            row = Row(name, tuple(parts), entry.axis, stack, chained=entry.chained, origin=origin)
+            spelling.rows.append(row)
         return name
 
     def _extra(self, spelling: Spelling, entry: Role, form: KeyForm, name: str, stack: tuple[int, ...]) -> None:
@@ -246,9 +256,9 @@ class Dialect:
         for entry in roles:
             named.setdefault(entry.names["te"], entry)
         for entry in roles:
-            for name in filter(None, [*entry.spellings("te"), entry.legacy]):
+            for name in filter(None, [*entry.spellings("te"), entry.legacy, *entry.split_names]):
                 other = named.setdefault(name, entry)
-                if any(other.cut(spec) != entry.cut(spec) for spec in ("te", "local")):
+                if other.cutting != entry.cutting:
                     raise FamilyError(f"{self._origin(entry)}: {name} is cut in one way here and in another elsewhere")
         return named
 

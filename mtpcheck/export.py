@@ -22,6 +22,7 @@ from mtpcheck.family import load_family
 from mtpcheck.fp8 import Strange
 from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
 from mtpcheck.manifest import Manifest
+from mtpcheck.offset import rounded
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.rows import factored
@@ -97,7 +98,7 @@ def _write(
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
-    return findings + padding_findings(tensor_map, 0)
+    return [*findings, *rounded(tensor_map), *padding_findings(tensor_map, 0)]
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:

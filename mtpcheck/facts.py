@@ -7,16 +7,18 @@ which Megatron argument, each with an invertible rule, so that both directions d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtpcheck.data import check_keys
 from mtpcheck.errors import FamilyError, FormatError, UnsupportedError
 from mtpcheck.expr import evaluate
-from mtpcheck.rules import MISSING, RULES, ArgRow, of_layers
+from mtpcheck.rules import CONFIG_RULES, MISSING, RULES, ArgRow, of_layers
 
-_POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab"}
-_COUNTS = {"layers", "ffn", "experts", "expert_ffn", "shared_experts", "dense_layers", "mtp_layers", *_POSITIVE}
+_LINEAR = {f"linear_{what}" for what in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")}
+_POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab", *_LINEAR}
+_MOE = {"experts", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers"}
+_COUNTS = {"layers", "ffn", "mtp_layers", *_MOE, *_POSITIVE}
 _MOST = {"layers": 10_000, "experts": 100_000}  # beyond any model; a file that says more would keep us busy for hours
 
 
@@ -30,6 +32,21 @@ class ConfigRow:
     equals: Any = MISSING
     none: Any = MISSING
     """Another way to write null."""
+    lead: str = ""
+    """The key under which its keys lie."""
+    rule: str = ""
+    """One of CONFIG_RULES, where the value is not the fact itself."""
+
+    def fact_of(self, value: Any, facts: Mapping[str, Any]) -> Any:
+        """The fact that a value says. Raises UnsupportedError if the rule cannot read it."""
+        return CONFIG_RULES[self.rule][0](value, facts) if self.rule else value
+
+    def value_of(self, fact: Any) -> Any:
+        return CONFIG_RULES[self.rule][1](fact) if self.rule else fact
+
+    def within(self, lead: str) -> ConfigRow:
+        """The row for a config that keeps the keys of the text model under ``lead``, and some at the top as well."""
+        return replace(self, keys=(*(f"{lead}.{key}" for key in self.keys), *self.keys), lead=lead) if lead else self
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -40,15 +57,19 @@ def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else entry
-        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none"})
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule"})
         given = {name: entry.get(name, MISSING) for name in ("default", "none")}
+        if entry.get("rule", "") not in ("", *CONFIG_RULES):
+            raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
+        given["rule"] = entry.get("rule", "")
         rows.append(ConfigRow(_spellings(key), entry.get("fact"), equals=entry.get("is", MISSING), **given))
     return tuple(rows)
 
 
 def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
     rows = []
-    for key, entry in table.items():
+    listed = ((key, one) for key, entry in table.items() for one in (entry if isinstance(entry, list) else [entry]))
+    for key, entry in listed:
         entry = {"fact": entry} if isinstance(entry, str) else dict(entry)
         check_keys(f"{what}: {key}", entry, {"fact", "rule", "default", "is", "value", "by", "beside", "write_only"})
         entry["equals"] = entry.pop("is", MISSING)
@@ -59,9 +80,10 @@ def arg_rows(what: str, table: Mapping[str, Any]) -> tuple[ArgRow, ...]:
 
 
 def holds(condition: str, facts: Mapping[str, Any]) -> bool:
-    """Whether a fact is true, or after ``not`` is not; an empty condition always holds."""
-    fact = condition.removeprefix("not ")
-    return not condition or bool(facts.get(fact)) is (fact == condition)
+    """Whether a fact is true, or after ``not`` is not, and so for all that ``and`` joins; an empty one always holds."""
+    return not condition or all(
+        bool(facts.get(one.removeprefix("not "))) is not one.startswith("not ") for one in condition.split(" and ")
+    )
 
 
 # ---- Hugging Face
@@ -107,7 +129,7 @@ def facts_from_config(
                 raise UnsupportedError(f"config.json: {' or '.join(row.keys)} is missing")
             facts[row.fact] = default_of(row, facts)
         else:
-            facts[row.fact] = found
+            facts[row.fact] = row.fact_of(found, facts)
         _check_count(f"config.json: {key}", row.fact, facts)
     return facts
 
@@ -124,6 +146,8 @@ def _check_count(what: str, fact: str | None, facts: Mapping[str, Any]) -> None:
 
 def default_of(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
     """A default is a plain value, or an expression over facts already known."""
+    if row.rule:
+        return row.fact_of(row.default, facts)
     if isinstance(row.default, str) and row.fact != "dtype":
         return facts.get(row.default) if row.default.isidentifier() else evaluate(row.default, facts)
     return row.default
@@ -150,6 +174,9 @@ def config_from_facts(
     for row in rows:
         value = row.equals if row.fact is None else facts.get(row.fact, MISSING)
         default = _default_or_missing(row, facts)
+        if row.rule:
+            _store_ruled(config, row, value, default, facts)
+            continue
         value = default if value is MISSING and original is None else value
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
         for key in present:
@@ -159,10 +186,28 @@ def config_from_facts(
             unsaid = lookup(config, key) in (None, row.none) and value == default
             if not unsaid and value is not MISSING:
                 store(config, key, value)
-        plain = original is None and "." not in row.keys[0]
+        plain = original is None and "." not in row.keys[0].removeprefix(f"{row.lead}.")
         if not present and value is not MISSING and (plain or value != default):
             store(config, row.keys[0], value)
     return config
+
+
+def _store_ruled(config: dict[str, Any], row: ConfigRow, fact: Any, default: Any, facts: Mapping[str, Any]) -> None:
+    """Set the key of a row with a rule. Keys that say the fact in their own way are left as they are."""
+    present = [key for key in row.keys if lookup(config, key) not in (MISSING, None)]
+    same = all(_says(row, lookup(config, key), fact, facts) for key in present)
+    if fact is MISSING or fact is None or (same and (present or fact == default)):
+        return
+    for key in present:
+        store(config, key, MISSING)
+    store(config, row.keys[0], row.value_of(fact))
+
+
+def _says(row: ConfigRow, value: Any, fact: Any, facts: Mapping[str, Any]) -> bool:
+    try:
+        return bool(row.fact_of(value, facts) == fact)
+    except UnsupportedError:  # of another number of layers
+        return False
 
 
 def _copy(value: Any) -> Any:

@@ -6,8 +6,8 @@ facts that hold for every member. ``Model`` is a family at one size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,11 +19,12 @@ from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
-_FAMILY_KEYS = {"extends", "match", "trunk", "outside", "decoder", "mtp", "facts", "config"}
-_MTP_KEYS = {"prefix", "own", "blocks", "declared", "fed", "passed_on", "norm", "separate"}
+_FAMILY_KEYS = {"extends", "match", "trunk", "text", "beside", "outside", "decoder", "mtp", "facts", "config"}
+_MTP_KEYS = {"prefix", "own", "blocks", "declared", "counted", "fed", "passed_on", "norm", "separate"}
 _KEYS_OF = {"match": {"model_type", "architectures"}, "decoder": {"prefix", "blocks"}, "mtp": _MTP_KEYS}
 _NEEDED = {**_KEYS_OF, "mtp": {"prefix", "own", "blocks", "declared"}}
-_BLOCK_KEYS = {"each", "parts", "when", "hf", "copies", "facts", "config", "quantized"}
+_BLOCK_KEYS = {"each", "parts", "when", "hf", "either", "copies", "facts", "config", "quantized"}
+BESIDE = "beside."
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Block:
     config: tuple[ConfigRow, ...]
     quantized: tuple[str, ...] = ()
     """Parts that no other layer has, and that serving engines build under the quantization config."""
+    either: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other spellings of the same parts by the fact (or ``not`` it) that makes each the usual one; a checkpoint that
+    has a tensor of another is spelled so."""
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
@@ -64,6 +68,7 @@ def load_block(name: str, home: Path | None = None) -> Block:
         facts=table.get("facts", {}),
         config=config_rows(str(path), table.get("config", {})),
         quantized=tuple(table.get("quantized", ())),
+        either=table.get("either", {}),
     )
 
 
@@ -75,10 +80,14 @@ def _file(home: Path | None, kind: str, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Model:
-    """A family at one size: every part with its shape, every HF row, in the order of the layers."""
+    """A family at one size: every part with its shape, every HF row, in the order of the layers.
+
+    ``stored`` are names of the HF checkpoint, which decide between spellings.
+    """
 
     family: str
     facts: Mapping[str, Any]
+    stored: Collection[str] = ()
     shapes: dict[str, PartShape] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
@@ -95,17 +104,44 @@ class Model:
                 for part in _each(template, block.each, names):
                     self.shapes[lead + part] = shape
                     self.layers.setdefault(layer, []).append(part)
-        for template, made_of in block.hf.items():
-            parts = made_of["join"] if isinstance(made_of, dict) else [made_of]
-            axis = made_of["axis"] if isinstance(made_of, dict) else 0
+        for template, made_of in {**block.hf, **self._chosen(block, hf_lead, names)}.items():
+            form = made_of if isinstance(made_of, dict) else {"join": [made_of]}
+            parts = form.get("join") or form["chain"]
             if all(part in present for part in parts):
-                lists = [_each(part, block.each, names) for part in parts]
-                for name, *own in zip(_each(template, block.each, names), *lists, strict=True):
-                    origin = f"blocks/{block.name}.yaml: {template}"
-                    self.rows.append(Row(hf_lead + name, tuple(lead + part for part in own), axis, origin=origin))
+                own = [[lead + one for one in _each(part, block.each, names)] for part in parts]
+                hf_names = [hf_lead + name for name in _each(template, block.each, names)]
+                self.rows.extend(_rows(hf_names, own, form, f"blocks/{block.name}.yaml: {template}"))
         for part, copy in block.copies.items():
             if "when" not in copy or self.facts.get(copy["when"]):
                 self.copies[lead + part] = copy["of"]
+
+    def _chosen(self, block: Block, lead: str, names: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The one of a block's other spellings that is stored, else the usual one."""
+        usual: Mapping[str, Any] = {}
+        for condition, table in block.either.items():
+            if any(lead + name in self.stored for template in table for name in _each(template, block.each, names)[:1]):
+                return table
+            usual = table if holds(condition, self.facts) else usual
+        return usual
+
+    def carry(self, name: str, shape: tuple[int, ...]) -> str:
+        """Add a tensor of the release that the text model has no part for, as it is; gives its part."""
+        part = BESIDE + name
+        self.shapes[part] = tuple((n,) for n in shape)
+        self.rows.append(Row(name, (part,), origin="beside"))
+        return part
+
+
+def _rows(names: list[str], parts: list[list[str]], form: Mapping[str, Any], origin: str) -> Iterator[Row]:
+    """One row a name, of one instance each of several parts; or, ``stacked``, one row of all instances."""
+    chained, axis = "chain" in form, form.get("axis", 0)
+    instances = list(zip(*parts, strict=True))
+    if form.get("stacked"):
+        whole = tuple(part for own in instances for part in own)
+        yield Row(names[0], whole, axis, (len(instances),), chained=chained, origin=origin)
+        return
+    for name, own in zip(names, instances, strict=True):
+        yield Row(name, own, axis, chained=chained, origin=origin)
 
 
 def _each(template: str, each: Mapping[str, str], names: Mapping[str, Any]) -> list[str]:
@@ -134,13 +170,24 @@ class Family:
     config: tuple[ConfigRow, ...]
     trunk_type: str
     """The model type under which transformers has the decoder."""
+    text: Mapping[str, str]
+    """Where a model of text and images keeps its text model: ``config``, the key of its config, and ``model``, what
+    stands in names where a text model has ``model``."""
+    beside: tuple[str, ...]
+    """How names of tensors begin that belong to no text model."""
     home: Path | None = None
     """The folder of tables that its blocks come from, if it is not mtpcheck's own."""
 
     @property
+    def _declaration(self) -> ConfigRow:
+        """How the number of MTP layers is declared; null, where nothing declares it, stands for those stored."""
+        default = "mtp_stored" if self.mtp.get("counted") else 0
+        return ConfigRow(tuple(self.mtp["declared"]), "mtp_layers", default=default).within(self.text.get("config", ""))
+
+    @property
     def declared_by(self) -> tuple[str, ...]:
         """Config keys that declare the number of MTP layers; the first is written where none was."""
-        return tuple(self.mtp["declared"])
+        return self._declaration.keys
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -151,7 +198,17 @@ class Family:
     def all_config(self) -> tuple[ConfigRow, ...]:
         """Config rows of the family and of all its blocks."""
         rows = (*(row for block in self.blocks for row in block.config), *self.config)
-        return (*dict.fromkeys(rows), ConfigRow(self.declared_by, "mtp_layers", default=0))
+        distinct = (row for i, row in enumerate(rows) if row not in rows[:i])
+        return (*(row.within(self.text.get("config", "")) for row in distinct), self._declaration)
+
+    def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the text model, which may lie within that of a larger one."""
+        inner = config.get(self.text.get("config", ""))
+        return {**config, **inner} if isinstance(inner, Mapping) else config
+
+    def in_release(self, name: str) -> str:
+        """A name of transformers' text model as the release spells it."""
+        return self.text.get("model", "model") + name.removeprefix("model") if name.startswith("model.") else name
 
     @cached_property
     def all_fixed(self) -> dict[str, Any]:
@@ -167,11 +224,12 @@ class Family:
             self.add_mtp_layer(model, i)
         return model
 
-    def trunk(self, facts: Mapping[str, Any]) -> Model:
-        """The model without MTP layers."""
-        model = Model(self.name, facts)
+    def trunk(self, facts: Mapping[str, Any], stored: Collection[str] = ()) -> Model:
+        """The model without MTP layers, spelled as in an HF checkpoint of these names."""
+        model = Model(self.name, facts, stored)
         for name in self.outside:
             model.add(load_block(name, self.home), "", "", facts)
+        model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
             for block in self._chosen(self.decoder["blocks"], names):
@@ -227,6 +285,8 @@ def read_family(path: Path, home: Path | None = None) -> Family:
         fixed=table.get("facts", {}),
         config=config_rows(f"families/{name}.yaml", table.get("config", {})),
         trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
+        text=table.get("text", {}),
+        beside=tuple(table.get("beside", ())),
         home=home,
     )
     for model in specimens(family):
@@ -236,7 +296,7 @@ def read_family(path: Path, home: Path | None = None) -> Family:
 
 def specimens(family: Family) -> tuple[Model, Model]:
     """The family at the smallest size, with every option on and with every option off, for proofs."""
-    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers"), 0)
+    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers"), 0)
     return tuple(family.model({**_SPECIMEN, **options, **family.all_fixed}) for options in ({}, off))  # type: ignore[return-value]
 
 
@@ -244,7 +304,8 @@ _SPECIMEN: dict[str, Any] = {
     "layers": 2, "mtp_stored": 2, "vocab": 7, "hidden": 6, "heads": 4, "groups": 2, "head_dim": 2, "ffn": 5,
     "experts": 2, "expert_ffn": 3, "shared_experts": 2, "dense_layers": 1, "qkv_bias": True, "qk_norm": True,
     "tied": False, "q_lora": 8, "kv_lora": 9, "nope_dim": 3, "rope_dim": 2, "v_dim": 7, "index_heads": 3,
-    "index_dim": 4, "indexer_types": ["full", "shared", "full"],
+    "index_dim": 4, "indexer_types": ["full", "shared", "full"], "shared_ffn": 7, "linear_layers": [1, 0],
+    "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 3, "linear_value_dim": 5, "linear_kernel": 4,
 }  # fmt: skip
 """Axes of unequal lengths, so that an exchange of two shows."""
 

@@ -94,6 +94,10 @@ Fp8ExportOption = Annotated[
     typer.Option(help="FP8 weights in Megatron: bf16 values, or codes (keep). In an export trained ones: bf16, or "
                       "quantized anew (requantize)."),
 ]  # fmt: skip
+TextOnly = Annotated[
+    bool,
+    typer.Option("--text-only", help="Carry tensors that belong to no text model (images) beside Megatron's."),
+]
 Config = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="File of settings: mtpcheck.yaml, or a pyproject.toml with \\[tool.mtpcheck]."),

@@ -175,10 +175,10 @@ def _cut(address: Address, held: Held, topology: Topology, facts: Mapping[str, A
     role = address.role
     if role is None:
         return None
-    te, local = role.cut("te"), role.cut("local")
-    if te == local or topology.tp == 1:
-        return te
     try:
+        te, local = role.cut("te", facts), role.cut("local", facts)
+        if te == local or topology.tp == 1:
+            return te
         whole = evaluate(role.size, facts)
     except (FamilyError, TypeError, ValueError):
         raise FormatError(f"{held.rank}: {held.name}: the arguments do not tell its full size") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +17,11 @@ from mtpcheck.dtypes import joinable, rounded_by_megatron
 from mtpcheck.encoding import as_codes, aside_of
 from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts
+from mtpcheck.family import BESIDE
 from mtpcheck.layouts.hf import make_header
 from mtpcheck.layouts.torch_dist import TRACKER
 from mtpcheck.manifest import ASIDE, FOLDER, write_manifest
+from mtpcheck.offset import as_held, inexact, offsets
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, note
 from mtpcheck.roles import Experts, Spec
@@ -41,6 +43,8 @@ class Options:
     topology: Topology = field(default_factory=Topology)
     experts: Experts | None = None
     fp8: Fp8 = "dequantize"
+    text_only: bool = False
+    """Carry tensors of no text model beside Megatron, which has no place for them, in place of refusing."""
 
     def padded_vocab(self, vocab: int, layout: Layout) -> int:
         """Megatron pads the vocabulary to a multiple of ``vocab_multiple`` × TP."""
@@ -143,7 +147,7 @@ def held_by_megatron(tensor_map: TensorMap, layout: Layout, options: Options) ->
     """
     held = as_codes(tensor_map) if options.fp8 == "keep" else tensor_map
     rows = rows_of(tensor_map, layout, options).rows
-    held = joinable(held, rows)
+    held = as_held(joinable(held, rows), offsets(rows))
     for row in rows:
         one_dtype(row, held)
     return held
@@ -155,28 +159,43 @@ def _write_aside(
     """Keep beside Megatron what it cannot hold, or will round once it has loaded it, and say so."""
     from mtpcheck.layouts.hf_writer import Form, write_shards
 
+    groups = [group for group in _aside(source, tensor_map, options) if group.tensors]
+    kept = dict(source.manifest.aside) if source.manifest else {}
+    for group in groups:
+        kept.update(group.tensors)
+    if kept:
+        write_shards(folder, Form({ASIDE: make_header(kept.items())}, None), kept, progress)
+    return [note(group.check, f"{len(group.tensors):,} tensors", f"{group.what} {FOLDER}/{ASIDE}") for group in groups]
+
+
+@dataclass(frozen=True)
+class _Aside:
+    """Tensors that are kept beside Megatron for one reason, by HF name."""
+
+    check: str
+    what: str
+    tensors: Mapping[str, TensorRef]
+
+
+def _aside(source: Checkpoint, tensor_map: TensorMap, options: Options) -> Iterator[_Aside]:
     keep = options.fp8 == "keep"
     coded = aside_of(tensor_map, keep)
-    dialect = load_dialect()
-    fp32 = {part for row in rows_of(tensor_map, "torch_dist", options).rows
+    held, nbytes = "FP8 codes" if keep else "bf16", sum(ref.nbytes for ref in coded.values())
+    what = f"{len(tensor_map.encoded):,} FP8 tensors are {held} here; scales ({nbytes:,} bytes) are in"
+    yield _Aside("quantization.aside", what, coded)
+    if source.hf is None:  # what it cannot hold was kept before
+        return
+    rows, dialect = rows_of(tensor_map, "torch_dist", options).rows, load_dialect()
+    fp32 = {part for row in rows
             if (role := dialect.address(row.name).role) and role.fp32 for part in row.parts}  # fmt: skip
-    wide, before = dict[str, TensorRef](), source.manifest.aside if source.manifest else {}
-    if source.hf is not None:
-        wide = {name: source.tensors[name] for name in sorted(rounded_by_megatron(tensor_map, fp32))}
-    kept = {**before, **coded, **wide}
-    if not kept:
-        return []
-    write_shards(folder, Form({ASIDE: make_header(kept.items())}, None), kept, progress)
-    findings = []
-    if coded:
-        held = "FP8 codes" if keep else "bf16"
-        nbytes = sum(ref.nbytes for ref in coded.values())
-        what = f"{len(tensor_map.encoded):,} FP8 tensors are {held} here; scales ({nbytes:,} bytes) are in"
-        findings.append(note("quantization.aside", f"{len(coded):,} tensors", f"{what} {FOLDER}/{ASIDE}"))
-    if wide:
-        what = f"are F32, which Megatron rounds once it has loaded them; they are in {FOLDER}/{ASIDE} too"
-        findings.append(note("values.aside", f"{len(wide):,} tensors", what))
-    return findings
+    wide, near = sorted(rounded_by_megatron(tensor_map, fp32)), inexact(tensor_map, offsets(rows))
+    beside = [part.removeprefix(BESIDE) for part in tensor_map.parts if part.startswith(BESIDE)]
+    for names, what in (
+        (wide, "are F32, which Megatron rounds once it has loaded them; they are in"),
+        (near, "are w - 1 in Megatron, which does not give w back; they are in"),
+        (beside, "belong to no text model; they are in"),
+    ):
+        yield _Aside("values.aside", what, {name: source.tensors[name] for name in names})
 
 
 def _write_torch_dist(

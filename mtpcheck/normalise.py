@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,9 @@ from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
 from mtpcheck.encoding import Decoded, decode, decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
-from mtpcheck.family import Family, Model, family_names, family_of_config, load_family
+from mtpcheck.family import BESIDE, Family, Model, family_names, family_of_config, load_family
+from mtpcheck.layouts.hf import header_entries
+from mtpcheck.offset import from_megatron, offsets
 from mtpcheck.packing import WEIGHT, Module, packings
 from mtpcheck.report.finding import Finding, failure, note
 from mtpcheck.rows import Row, factored
@@ -61,7 +63,10 @@ def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
     assert checkpoint.config is not None
     facts = facts_from_config(family.all_config, checkpoint.config, family.all_fixed)
     stored = checkpoint.tensors.keys()
-    model = _with_stored_layers(family, facts, lambda layer, i: any(row.name in stored for row in layer.rows))
+    model = _with_stored_layers(family, facts, lambda layer, i: any(row.name in stored for row in layer.rows), stored)
+    for name in stored:
+        if name.startswith(family.beside):
+            model.carry(name, checkpoint.tensors[name].shape)
     return _claim_hf(model, checkpoint)
 
 
@@ -84,10 +89,15 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
         lent = facts_from_config(family.all_config, checkpoint.manifest.config, family.all_fixed)
         facts.update({fact: v for fact, v in lent.items() if fact not in dialect.told or fact not in facts})
     stored = checkpoint.tensors.keys()
+    headers = checkpoint.manifest.headers.values() if checkpoint.manifest else ()
     model = _with_stored_layers(
-        family, facts, lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored)
+        family,
+        facts,
+        lambda layer, i: any(name.startswith(f"{dialect.mtp}.{i}.") for name in stored),
+        {name for raw in headers for name in header_entries(raw)},
     )
-    return _with_values(_claim(model, stored_rows(checkpoint, model), checkpoint, notes), checkpoint)
+    spelled = stored_rows(checkpoint, model)
+    return _with_values(_claim(model, spelled, checkpoint, notes), spelled, checkpoint)
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int:
@@ -111,16 +121,36 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
         part.split(".")[1] for row in rows if row.name in checkpoint.tensors for part in row.parts if is_mtp(part)
     }
     facts, findings = _own_facts(checkpoint, reference)
-    model = replace(reference.model, facts={**facts, "mtp_stored": len(stored)})
+    facts["mtp_stored"] = len(stored)
+    _count_undeclared(facts)
+    model = replace(reference.model, facts=facts)
     if checkpoint.layout == "hf":
         return _claim_hf(model, checkpoint, findings)
-    return _with_values(_claim(model, rows, checkpoint, findings), checkpoint)
+    return _with_values(_claim(model, rows, checkpoint, findings), rows, checkpoint)
 
 
-def _with_values(tensor_map: TensorMap, checkpoint: Checkpoint) -> TensorMap:
-    """Values in place of FP8 codes that a Megatron checkpoint holds as they are."""
+def _with_values(tensor_map: TensorMap, rows: list[Row], checkpoint: Checkpoint) -> TensorMap:
+    """Values in place of FP8 codes that a Megatron checkpoint holds as they are, and of sums that it holds instead;
+    and what lies beside it."""
     manifest = checkpoint.manifest
-    return decode_parts(tensor_map, manifest.aside if manifest else {}, manifest.config if manifest else None)
+    aside = manifest.aside if manifest else {}
+    decoded = decode_parts(tensor_map, aside, manifest.config if manifest else None)
+    return _with_beside(from_megatron(decoded, offsets(rows), aside), aside)
+
+
+def _with_beside(tensor_map: TensorMap, aside: Mapping[str, TensorRef]) -> TensorMap:
+    """The map of a Megatron checkpoint with tensors of no text model, as far as they lie beside it."""
+    family = load_family(tensor_map.family)
+    own = {name: ref for name, ref in aside.items() if name.startswith(family.beside)}
+    if not own:
+        return tensor_map
+    parts, names = dict(tensor_map.parts), dict(tensor_map.names)
+    for name, ref in own.items():
+        part = BESIDE + name
+        if part not in tensor_map.model.shapes:
+            tensor_map.model.carry(name, ref.shape)
+        parts[part], names[part] = ref, name
+    return replace(tensor_map, parts=parts, names=names)
 
 
 def _own_facts(checkpoint: Checkpoint, reference: TensorMap) -> tuple[dict[str, Any], list[Finding]]:
@@ -166,17 +196,27 @@ def _fill_defaults(family: Family, facts: dict[str, Any]) -> None:
             facts[row.fact] = default_of(row, facts)
 
 
-def _with_stored_layers(family: Family, facts: dict[str, Any], is_stored: Callable[[Model, int], bool]) -> Model:
-    """The model with as many MTP layers as are stored; what is declared stays in ``facts['mtp_layers']``."""
-    model = family.trunk(facts)
+def _with_stored_layers(
+    family: Family, facts: dict[str, Any], is_stored: Callable[[Model, int], bool], names: Collection[str]
+) -> Model:
+    """The model with as many MTP layers as are stored; what is declared stays in ``facts['mtp_layers']``, and is what
+    is stored where no key says it. ``names`` of an HF checkpoint decide between spellings."""
+    model = family.trunk(facts, names)
     facts["mtp_stored"] = 0
     while True:
-        layer = Model(family.name, facts)
+        layer = Model(family.name, facts, names)
         family.add_mtp_layer(layer, facts["mtp_stored"])
         if not is_stored(layer, facts["mtp_stored"]):
+            _count_undeclared(facts)
             return model
         family.add_mtp_layer(model, facts["mtp_stored"])
         facts["mtp_stored"] += 1
+
+
+def _count_undeclared(facts: dict[str, Any]) -> None:
+    """Where no key declares MTP layers, and the family does without, those that are stored are meant."""
+    if "mtp_layers" in facts and facts["mtp_layers"] is None:
+        facts["mtp_layers"] = facts["mtp_stored"]
 
 
 def _claim_hf(model: Model, checkpoint: Checkpoint, notes: Iterable[Finding] = ()) -> TensorMap:
@@ -256,7 +296,7 @@ def _claim(
         if name not in owned
     ]
     ordered = {part: parts[part] for part in model.shapes if part in parts}
-    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded, packed, packing)
+    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded, packed, packing=packing)
 
 
 def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:

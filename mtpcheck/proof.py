@@ -19,12 +19,12 @@ from rich.filesize import decimal
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.comparison import declaration
-from mtpcheck.convert import check_convertible, check_not_lost, other_layout
+from mtpcheck.convert import check_convertible, check_not_lost, check_text, other_layout
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.export import derived_config
 from mtpcheck.facts import args_from_facts, facts_from_args
-from mtpcheck.family import load_family
+from mtpcheck.family import BESIDE, load_family
 from mtpcheck.gather import Ranks, gather
 from mtpcheck.megatron import Options, dealer, held_by_megatron, rows_of
 from mtpcheck.move import SLAB
@@ -70,6 +70,8 @@ def prove(
             report.add(group, of_group(error.findings, group), "nothing can be proved")
         report.skip("plan", "the checkpoint fails before")
         return report
+    if a.layout == "hf":
+        check_text(a, a_map, options)
     report.add("structure", of_group(a.findings, "structure"), f"{len(a.tensors):,} tensors in {a.layout}")
     report.add("presence", [], f"{len(a_map.parts):,} parts, every stored tensor claimed once")
     report.add("declaration", _declaration(a, a_map), declaration(a, a_map))
@@ -79,6 +81,8 @@ def prove(
     keep = options.fp8 == "keep" and middle != "hf"
     nodes = 0 if keep else len(a_map.encoded)
     told = f"{len(a.tensors):,} tensors read their own region again; {nodes:,} value nodes"
+    if held.held:
+        told += f"; {len(held.held):,} are sums in Megatron, what these lose is kept beside it"
     report.add("plan", different, told)
     if nodes:
         what = f"{nodes:,} value nodes (FP8 to bf16 and back) are proved by bytes alone"
@@ -131,6 +135,7 @@ def _different(a: Checkpoint, a_map: TensorMap, held: TensorMap, options: Option
             back.update(row.split(stored, shapes))
     for part in a_map.copies.keys() & plans.keys() - back.keys():
         back[part] = plans[part]  # by shape alone; the report says that values were not judged
+    back.update({part: plan for part, plan in plans.items() if part.startswith(BESIDE)})  # beside Megatron as it is
     for row in own:
         if row.name not in a.tensors:
             continue
@@ -149,7 +154,7 @@ def _before(row: Row, a: Checkpoint, a_map: TensorMap, held: TensorMap) -> Plan:
     dtypes = {held.parts[part].dtype for part in row.parts if part in held.parts}
     if row.name in a_map.encoded and dtypes == {"BF16"}:
         return a_map.encoded[row.name].values.plan
-    if all(dtype == a.tensors[row.name].dtype for dtype in dtypes):
+    if not held.held.keys() & set(row.parts) and all(dtype == a.tensors[row.name].dtype for dtype in dtypes):
         return a.tensors[row.name].plan
     return row.join({part: held.parts[part].plan for part in row.parts}, a_map.model.shapes)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mtpcheck.cut import Cut
 from mtpcheck.data import check_keys
-from mtpcheck.expr import expand
+from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import holds
 
 Spec = Literal["te", "local"]
@@ -22,7 +22,7 @@ Place = Literal["layer", "mtp", "embed", "final_norm", "head"]
 
 _KEYS = {
     "name", "also", "in_memory", "part", "join", "axis", "halves", "stack", "each", "legacy", "beside", "when", "pad",
-    "shard", "size", "extra", "extra_in_memory", "fp32",
+    "shard", "size", "extra", "extra_in_memory", "fp32", "chain", "sizes", "split", "offset",
 }  # fmt: skip
 
 
@@ -53,10 +53,23 @@ class Role:
     extra_in_memory: frozenset[str]
     fp32: bool
     """Whether modules hold it in fp32 whatever the dtype of the others."""
+    chained: bool = False
+    """Whether parts are laid end to end, whatever their factors."""
+    sizes: tuple[str, ...] = ()
+    """Expressions for the lengths of chained parts, which are cut one by one."""
+    split: tuple[str, ...] = ()
+    """What torch_dist, which keeps chained parts apart, puts behind the name of each."""
+    offset: int = 0
+    """What the stored value is more than the part's: -1 where a gain is kept as its distance from one."""
 
     def spellings(self, spec: Spec) -> list[str]:
         """Names to look for, the one to write first."""
         return list(dict.fromkeys([self.names[spec], *self.names.values(), *self.in_memory.values(), *self.also]))
+
+    @property
+    def split_names(self) -> list[str]:
+        """Keys of torch_dist, one a part, where it keeps them apart."""
+        return [f"{self.names['te']}.{piece}" for piece in self.split]
 
     def templates(self, counter: int | None = None) -> list[str]:
         return [expand(part, {self.counter: counter}) if self.counter else part for part in self.parts]
@@ -65,10 +78,22 @@ class Role:
         """Whether a layer with these parts has this role."""
         return holds(self.when, facts) and all(part in parts for part in self.beside) and self.templates(0)[0] in parts
 
-    def cut(self, spec: Spec) -> Cut | None:
-        """How tensor parallelism cuts it; None if every rank has all of it."""
+    @property
+    def cutting(self) -> object:
+        """What decides how it is cut."""
+        return self.shard, self.sizes, len(self.parts) if self.axis == 0 else 1
+
+    def cut(self, spec: Spec, facts: Mapping[str, Any]) -> Cut | None:
+        """How tensor parallelism cuts it; None if every rank has all of it.
+
+        Raises FamilyError if ``facts`` do not tell the lengths of parts that are cut one by one.
+        """
         axis = self.shard[spec]
-        return None if axis is None else Cut(axis, len(self.parts) if self.axis == axis == 0 else 1)
+        if axis is None:
+            return None
+        if self.sizes:
+            return Cut(axis, tuple(evaluate(size, facts) for size in self.sizes))
+        return Cut(axis, (1,) * len(self.parts) if self.axis == axis == 0 else (1,))
 
     @cached_property
     def patterns(self) -> list[tuple[re.Pattern[str], str]]:
@@ -88,7 +113,7 @@ def role(what: str, entry: dict[str, Any]) -> Role:
         names=name if isinstance(name, dict) else {"te": name, "local": name},
         in_memory=entry.get("in_memory", {}),
         also=tuple(entry.get("also", ())),
-        parts=tuple(entry.get("join") or [entry["part"]]),
+        parts=tuple(entry.get("join") or entry.get("chain") or [entry["part"]]),
         axis=entry.get("axis", 0),
         halves=entry.get("halves", False),
         counter=next(iter(stack), ""),
@@ -103,6 +128,10 @@ def role(what: str, entry: dict[str, Any]) -> Role:
         extra=frozenset(entry.get("extra", ())),
         extra_in_memory=frozenset(entry.get("extra_in_memory", entry.get("extra", ()))),
         fp32=entry.get("fp32", False),
+        chained="chain" in entry,
+        sizes=tuple(entry.get("sizes", ())),
+        split=tuple(entry.get("split", ())),
+        offset=entry.get("offset", 0),
     )
 
 

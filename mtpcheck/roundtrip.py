@@ -126,7 +126,8 @@ def _filled(result: Side, source: Side, identical: set[str]) -> Side:
 
 def _same_form(a: Checkpoint, a_map: TensorMap, options: Options) -> Options:
     """Write a Megatron result with the vocabulary padding, the ranks and the encoding of the source."""
-    options = replace(options, fp8="keep" if a_map.encoded and a.hf is None else "dequantize")
+    coded = a_map.encoded and a.hf is None
+    options = replace(options, fp8="keep" if coded else "dequantize", text_only=True)  # the source had them beside
     topology = a.ranks.ranks.topology if a.ranks is not None else Topology()
     padded = (a.args or {}).get("padded_vocab_size")
     if isinstance(padded, int) and padded > 0 and padded % topology.tp == 0:

@@ -35,7 +35,8 @@ class Row:
 
     ``parts`` are ordered with the stack indices outermost; each group of ``len(parts) / prod(stack)`` parts is
     joined along ``axis`` of their factored shape. ``pad`` is the number of rows the first axis is padded to
-    with zeros. ``origin`` is the file and row of the table, for messages.
+    with zeros. ``chained`` parts are laid end to end along a stored axis, factors multiplied out before, so their
+    factors need not agree. ``origin`` is the file and row of the table, for messages.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Row:
     axis: int = 0
     stack: Shape = ()
     pad: int | None = None
+    chained: bool = False
     origin: str = ""
 
     @property
@@ -55,11 +57,15 @@ class Row:
         n = len(self.parts) // prod(self.stack)
         return [self.parts[i : i + n] for i in range(0, len(self.parts), n)]
 
+    def _axes(self, shape: PartShape) -> PartShape:
+        """The axes of a part that ``axis`` counts."""
+        return tuple((n,) for n in flat(shape)) if self.chained else shape
+
     def _joined_shape(self, shapes: Mapping[str, PartShape], group: Sequence[str]) -> PartShape:
         """Shape of one group, its joined axis summed."""
-        total = sum(factored(shapes[part])[self.axis] for part in group)
+        total = sum(factored(self._axes(shapes[part]))[self.axis] for part in group)
         axes, position = [], 0
-        for axis in shapes[group[0]]:
+        for axis in self._axes(shapes[group[0]]):
             axes.append(tuple(total if position + i == self.axis else n for i, n in enumerate(axis)))
             position += len(axis)
         return tuple(axes)
@@ -84,11 +90,12 @@ class Row:
         inner = self._group_shape(shapes)
         chunks = []
         for group in self.groups():
-            chunk = concat([plans[part] for part in group], self.axis).reshape(inner)
+            own = [plans[part].reshape(factored(self._axes(shapes[part]))) for part in group]
+            chunk = concat(own, self.axis).reshape(inner)
             if self.pad is not None:
                 pieces, missing = [chunk], self.pad - inner[0]
-                if own := (padding or {}).get(group[0]):
-                    pieces.append(own.slice(0, 0, min(missing, own.shape[0])))
+                if beyond := (padding or {}).get(group[0]):
+                    pieces.append(beyond.slice(0, 0, min(missing, beyond.shape[0])))
                     missing -= pieces[-1].shape[0]
                 chunk = concat([*pieces, Plan.zeros((missing, *inner[1:]), chunk.itemsize)], 0)
             chunks.append(chunk)
@@ -115,8 +122,9 @@ class Row:
             whole = chunk.reshape(factored(self._joined_shape(shapes, group)))
             start = 0
             for part in group:
-                n = factored(shapes[part])[self.axis]
-                parts[part] = whole.slice(self.axis, start, start + n).normalise()
+                n = factored(self._axes(shapes[part]))[self.axis]
+                own = whole.slice(self.axis, start, start + n)
+                parts[part] = own.reshape(factored(shapes[part])).normalise()
                 start += n
         return parts
 

@@ -126,10 +126,11 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
 
 
 def resized(kinds: list[Any], facts: Facts, layers: int, mtp: int) -> list[Any]:
-    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers are of
-    the kind that the last one was. Indexers that Megatron has no schedule for all become layers' own."""
+    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers, where it
+    speaks of them, are of the kind that the last one was. Indexers that Megatron has no schedule for become layers'
+    own."""
     trunk = kinds[: facts["layers"]]
-    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * mtp]
+    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * (mtp if len(kinds) > facts["layers"] else 0)]
     return ["full"] * len(own) if "shared" in own and _indexer_schedule(own) is None else own
 
 
@@ -163,6 +164,49 @@ def _indexer_offset(row: ArgRow, types: Any, facts: Facts) -> Any:
     return schedule[1] if schedule else None
 
 
+def _every(n: int, layers: int) -> list[int]:
+    """Which of ``layers`` layers have linear attention (1), where every ``n``-th has full attention (0)."""
+    return [int((k + 1) % n != 0) for k in range(layers)]
+
+
+def linear_layers(told: Any, facts: Facts) -> list[int]:
+    """The same from a config: kinds of attention layer by layer, or ``n``. Raises UnsupportedError otherwise."""
+    layers, kinds = facts.get("layers") or 0, ("full_attention", "linear_attention")
+    if type(told) is int and told > 0:
+        return _every(told, layers)
+    if isinstance(told, list) and len(told) == layers and all(kind in kinds for kind in told):
+        return [kinds.index(kind) for kind in told]
+    raise UnsupportedError(
+        f"config.json: layers have the attention {told!r:.200}, expected {layers} entries of {' or '.join(kinds)}, or "
+        "every which layer has full attention"
+    )
+
+
+def layer_types(linear: Any) -> Any:
+    """The inverse: kinds of attention layer by layer."""
+    return [("full_attention", "linear_attention")[one] for one in linear] if linear else linear
+
+
+CONFIG_RULES = {"linear_layers": (linear_layers, layer_types)}
+"""Rule of a config row → what makes a fact of its value, and a value of the fact."""
+
+
+def _linear_frequency(row: ArgRow, linear: Any, facts: Facts) -> Any:
+    if not linear:
+        return None
+    return next((n for n in range(1, len(linear) + 1) if _every(n, len(linear)) == linear), linear)
+
+
+def _linear_pattern(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
+    if frequency is None:
+        return None
+    if type(frequency) is int and frequency > 0:
+        return _every(frequency, facts["layers"])
+    if not isinstance(frequency, list) or len(frequency) != facts["layers"] or not set(frequency) <= {0, 1}:
+        raise ValueError(frequency)
+    return frequency
+
+
 RULES: Mapping[str, Rule] = {
     "same": Rule(_keep, _kept, says_null=False),
     "optional": Rule(_keep, _kept),
@@ -171,6 +215,7 @@ RULES: Mapping[str, Rule] = {
     "unless_one": Rule(_unless_one, lambda row, value, facts, args: 1 if value is None else value),
     "renamed": Rule(_renamed, _named),
     "groups": Rule(_keep, _groups, says_null=False),
+    "linear_freq": Rule(_linear_frequency, _linear_pattern, says_null=False),
     "times": Rule(_product, _divided),
     "first_dense": Rule(_first_dense, _dense_layers),
     "torch_dtype": Rule(_torch_dtype, _dtype_name),

@@ -91,6 +91,8 @@ class TensorMap:
     """Stored tensors that hold codes and not values, by name."""
     packed: Mapping[str, Module] = field(default_factory=dict)
     """Part → the module that stores it in a packing that is not decoded; it is not among ``parts``."""
+    held: Mapping[str, TensorRef] = field(default_factory=dict)
+    """Part → what Megatron holds of it, where that is another value (offset.py)."""
     packing: Packing | None = None
     """How an HF checkpoint stores its modules, and declares it."""
 

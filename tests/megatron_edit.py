@@ -1,4 +1,4 @@
-"""Edit a torch_dist checkpoint on disk with torch's own classes, for tests that damage one."""
+"""Edit a Megatron checkpoint on disk with torch's own classes, for tests that damage one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ def edit_args(folder: Path, **changed: Any) -> None:
     for name, value in changed.items():
         setattr(state["args"], name, value)
     torch.save(state, path)
+
+
+def edit_rank(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what one rank's file holds."""
+    path = folder / "model_optim_rng.pt"
+    root = torch.load(path, weights_only=False)
+    root["args"].attention_backend = None
+    change(root)
+    torch.save(root, path)
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:

@@ -30,7 +30,7 @@ from tests.defects import DEFECTS, Absent, agreement, drafts_of, with_defect
 
 Cli = Callable[..., Outcome]
 TRAINED = ("deepseek_v3", "deepseek_v3_noq", "glm4_moe", "glm4_moe_nocopies", "glm_moe_dsa", "mimo", "qwen2_mtp",
-           "qwen3_mtp", "llama_mtp")  # fmt: skip
+           "qwen3_mtp", "llama_mtp", "qwen3_next", "qwen3_5", "qwen3_5_moe")  # fmt: skip
 DAMAGED = ("deepseek_v3", "glm4_moe", "qwen2_mtp")
 
 

@@ -168,7 +168,7 @@ HF: dict[str, tuple[str, Damage, tuple[str, ...]]] = {
     "config a list": ("qwen2_mtp", written("config.json", b"[]"), ("config.json", "expected a JSON object, got list")),
     "config not UTF-8": ("qwen2_mtp", written("config.json", b"\xff"), ("config.json", "not valid JSON")),
     "unknown family": (
-        "qwen2_mtp", config(model_type="qwen2_5", architectures=["X"]), ("'qwen2_5'", "nearest", "'qwen2'")
+        "qwen2_mtp", config(model_type="qwen2_vl", architectures=["X"]), ("'qwen2_vl'", "nearest", "'qwen2'")
     ),
     "model_type a list": ("qwen2_mtp", config(model_type=[1], architectures=["X"]), ("unknown family", "[1]")),
     "architectures a number": ("qwen2_mtp", config(model_type="x", architectures=5), ("unknown family", "'x'")),

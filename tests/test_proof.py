@@ -98,6 +98,7 @@ print(json.dumps({"code": code, "peak": peak}))
         ("DeepSeek-V3", "46,183", "684,489,845,504"),  # 671 B, the MTP layer 11.5 B, copies of embedding and head
         ("GLM-4.5", "44,691", "358,337,791,296"),  # 355 B without the MTP layer
         ("MiMo-7B", "451", "7,833,409,536"),
+        ("Qwen3-Next", "75,944", "81,324,862,720"),  # 80 B, the MTP layer 1.65 B
     ],
 )
 def test_other_releases_at_full_size(model: str, tensors: str, elements: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mtpcheck.topology import Topology, topology_of_args
 from mtpcheck.verify import verify
 from tests import wide
 from tests.conftest import FIXTURES
+from tests.megatron_edit import edit_rank as edit
 from tests.test_samples import FAMILIES, SAMPLES, group, open_map, parent, read
 
 CASES = sorted(path.parent for path in SAMPLES.glob("core-*/*/torch"))
@@ -233,12 +234,15 @@ def test_legacy_experts_lie_as_megatron_core_views_them(wide_model: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4_moe", "deepseek_v3", "deepseek_v3_noq", "glm_moe_dsa", "mimo", "qwen2_mtp", "qwen3_mtp"]
-)
+    "name",
+    ["glm4_moe", "deepseek_v3", "deepseek_v3_noq", "glm_moe_dsa", "mimo", "qwen2_mtp", "qwen3_mtp",
+     "qwen3_next", "qwen3_5", "qwen3_5_moe"],
+)  # fmt: skip
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_every_family_goes_through_ranks(name: str, spec: Any) -> None:
-    moe = name.startswith(("glm", "deep"))
-    options = Options(spec, topology=Topology(tp=2, etp=2 if moe else 1, pp=2, ep=2 if moe else 1, first=1))
+    moe = name.startswith(("glm", "deep", "qwen3_next", "qwen3_5_moe"))
+    topology = Topology(tp=2, etp=2 if moe else 1, pp=2, ep=2 if moe else 1, first=1)
+    options = Options(spec, topology=topology, text_only=True)
     report = roundtrip(FIXTURES / name, options=options, via="torch")
     assert report.verdict == "holds", report.findings
 
@@ -345,13 +349,6 @@ def ranks(wide_model: Path, tmp_path: Path) -> Path:
     options = Options("te", 8, topology=Topology(tp=2, etp=1, pp=3, ep=2))
     convert(wide_model, tmp_path / "ranks", "torch", options=options)
     return tmp_path / "ranks" / "release"
-
-
-def edit(path: Path, change: Any) -> None:
-    root = load(path / FILE)
-    root["args"].attention_backend = None
-    change(root)
-    torch.save(root, path / FILE)
 
 
 def judged(reference: Path, candidate: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtpcheck.data import configs, load
-from mtpcheck.facts import ConfigRow, lookup
+from mtpcheck.facts import ConfigRow, holds, lookup
 from mtpcheck.family import Family
 from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.rules import MISSING, ArgRow, of_layers
@@ -55,7 +55,7 @@ def compare_facts(
     """Facts that Megatron arguments state, compared across layouts."""
     keys = {row.fact: row.keys[0] for row in config if row.fact}
     for row in args:
-        if row.fact is None or row.write_only:
+        if row.fact is None or row.write_only or not holds(row.beside, reference.facts):
             continue
         expected, got = reference.facts.get(row.fact), candidate.facts.get(row.fact)
         expected, got = of_layers(expected, reference.facts), of_layers(got, reference.facts)

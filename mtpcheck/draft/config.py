@@ -55,9 +55,11 @@ def model_config(family: Family, config: Mapping[str, Any]) -> Any:
         raise UnsupportedError(f"could not judge: {have}, so {family.name} cannot be run")
     common = PreTrainedConfig.__dataclass_fields__
     keys = {name for name in kind.__dataclass_fields__ if name not in common}
-    keys |= {key.split(".")[0] for row in family.all_config for key in row.keys} - {"torch_dtype", "dtype"}
+    own = (key.removeprefix(f"{row.lead}.") for row in family.all_config for key in row.keys)
+    keys |= {key.split(".")[0] for key in own} - {"torch_dtype", "dtype"}
+    given = family.text_config(config)
     try:
-        return kind.from_dict({key: value for key, value in config.items() if key in keys} | {"use_cache": False})
+        return kind.from_dict({key: value for key, value in given.items() if key in keys} | {"use_cache": False})
     except Exception as error:  # values come from untrusted files, and checks of many kinds meet them
         raise refused(family, error) from None
 

@@ -1,9 +1,9 @@
 """The decoder: transformers' own model, run from parts of a checkpoint. No other module touches transformers.
 
 The model is built on the meta device, where it has shapes and no weights. Hooks read the weights of a module when it is
-called and drop them when it returns: attention as a whole, every other matrix or norm by itself, and of the experts
-those that a token is routed to, one after the other. So masks, rotary embedding and the arithmetic of every family are
-transformers', bit for bit, and memory holds one module.
+called and drop them when it returns: attention of any kind as a whole, every other matrix or norm by itself, and of the
+experts those that a token is routed to, one after the other. So masks, rotary embedding and the arithmetic of every
+family are transformers', bit for bit, and memory holds one module.
 
 The embedding and the LM head, whose size is that of the vocabulary, are not called: ``vocabulary.py`` looks up rows and
 multiplies chunks. What a family has between hidden state and logits besides its head would be missed; none has.
@@ -26,9 +26,9 @@ from mtpcheck.errors import MtpcheckError, UnsupportedError
 from mtpcheck.family import Family, Model, load_family
 from mtpcheck.rows import Row
 
-ATTENTION, EXPERTS = "self_attn", "experts"
+ATTENTION, EXPERTS = ("self_attn", "linear_attn"), "experts"
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""transformers keeps all experts in two tensors; files have two or one matrices of each expert for a slice of them."""
+"""transformers keeps all experts in two tensors; most files have two or one matrices of each for a slice of them."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,21 @@ class Trunk:
             if path.endswith("." + EXPERTS):
                 self._stream_experts(unit, path, rename)
                 continue
-            if whole:
+            if whole and path.endswith(f".{ATTENTION[0]}"):  # the other's memory does not grow so
                 one_text_at_a_time(unit)
             rows = {own: self._row(f"{path}.{own}", shape, rename) for own, shape in _shapes(unit)}
             unit.register_forward_pre_hook(self._loader(rows))
             unit.register_forward_hook(self._dropper(rows))
 
     def _row(self, name: str, shape: torch.Size, rename: Callable[[str], str]) -> Row:
-        row = self._rows.get(name)
+        row = self._rows.get(self._family.in_release(name))
         model = self._weights.tensor_map.model
         if row is None:
             raise UnsupportedError(f"could not judge: transformers' {model.family} has {name}, our family has no part")
+        return self._checked(row, name, shape, rename)
+
+    def _checked(self, row: Row, name: str, shape: torch.Size, rename: Callable[[str], str]) -> Row:
+        model = self._weights.tensor_map.model
         if row.shape(model.shapes) != tuple(shape):
             ours, theirs = list(row.shape(model.shapes)), list(shape)
             raise UnsupportedError(f"could not judge: {name} is {ours} in the checkpoint, {theirs} in transformers")
@@ -148,17 +152,24 @@ class Trunk:
         shapes = dict(_shapes(experts))
         if shapes.keys() != STACKED.keys():
             raise UnsupportedError(f"could not judge: transformers keeps {path} as {', '.join(shapes)}")
-        count = next(iter(shapes.values()))[0]
-        for stacked, matrices in STACKED.items():
-            _, height, width = shapes[stacked]
-            shape = torch.Size((height // len(matrices), width))
-            rows = []
-            for e in range(count):
-                own = [self._row(f"{path}.{e}.{matrix}.weight", shape, rename) for matrix in matrices]
-                rows.append(Row(f"{path}.{e}.{stacked}", tuple(part for row in own for part in row.parts)))
+        for stacked, shape in shapes.items():
+            rows = self._expert_rows(path, stacked, shape, rename)
             delattr(experts, stacked)
             setattr(experts, stacked, OneAtATime(self._weights, rows))
-        experts.register_forward_pre_hook(self._skip_padding(count))
+        experts.register_forward_pre_hook(self._skip_padding(next(iter(shapes.values()))[0]))
+
+    def _expert_rows(self, path: str, stacked: str, shape: torch.Size, rename: Callable[[str], str]) -> list[Row]:
+        """For every expert, what makes up its slice: of a tensor that is stacked in files too, or of its matrices."""
+        if whole := self._rows.get(self._family.in_release(f"{path}.{stacked}")):
+            groups = self._checked(whole, whole.name, shape, rename).groups()
+            return [Row(f"{path}.{e}.{stacked}", parts) for e, parts in enumerate(groups)]
+        count, height, width = shape
+        matrices, rows = STACKED[stacked], []
+        for e in range(count):
+            one = torch.Size((height // len(matrices), width))
+            own = [self._row(f"{path}.{e}.{matrix}.weight", one, rename) for matrix in matrices]
+            rows.append(Row(f"{path}.{e}.{stacked}", tuple(part for row in own for part in row.parts)))
+        return rows
 
     def _skip_padding(self, count: int) -> Callable[..., tuple[Any, ...]]:
         """Send tokens that pad a text to no expert; transformers' eager loop passes over index ``count``."""
@@ -232,7 +243,7 @@ def _renamed(start: str, other: str) -> Callable[[str], str]:
 
 def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
     """Modules that are loaded by themselves: attention with all it holds (true), others that hold tensors directly."""
-    if name.endswith("." + ATTENTION):
+    if name.rpartition(".")[2] in ATTENTION:
         yield name, module, True
         return
     if any(True for _ in _shapes(module, deep=False)):
