@@ -36,17 +36,60 @@ class ConfigRow:
     """The key under which its keys lie."""
     rule: str = ""
     """One of CONFIG_RULES, where the value is not the fact itself."""
+    lists: tuple[tuple[str, LayerList], ...] = ()
+    """Spellings whose value is a list of one entry a layer, by key."""
 
-    def fact_of(self, value: Any, facts: Mapping[str, Any]) -> Any:
-        """The fact that a value says. Raises UnsupportedError if the rule cannot read it."""
+    def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
+        """The fact that the value of one spelling says. Raises UnsupportedError or FormatError if it says none."""
+        if form := dict(self.lists).get(key.removeprefix(f"{self.lead}.")):
+            return value if value is None else form.fact_of(key, value, facts)
         return CONFIG_RULES[self.rule][0](value, facts) if self.rule else value
 
-    def value_of(self, fact: Any) -> Any:
+    def value_of(self, key: str, fact: Any, facts: Mapping[str, Any]) -> Any:
+        """The inverse: what one spelling has for a fact."""
+        if form := dict(self.lists).get(key.removeprefix(f"{self.lead}.")):
+            return fact if fact is None else form.value_of(fact, facts)
         return CONFIG_RULES[self.rule][1](fact) if self.rule else fact
 
     def within(self, lead: str) -> ConfigRow:
         """The row for a config that keeps the keys of the text model under ``lead``, and some at the top as well."""
         return replace(self, keys=(*(f"{lead}.{key}" for key in self.keys), *self.keys), lead=lead) if lead else self
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """A list of one entry a layer. With ``first`` it counts: so many layers of that kind, ``then`` only the other. Else
+    ``kinds`` are its entries for the neutral ones. Entries of MTP layers may follow, and are passed over."""
+
+    kinds: tuple[tuple[Any, Any], ...] = ()
+    first: Any = None
+    then: Any = None
+
+    def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
+        value = of_layers(value, facts) if isinstance(value, list) else value
+        theirs = [kind for _, kind in self.kinds] or [self.first, self.then]
+        if not isinstance(value, list) or any(entry not in theirs for entry in value):
+            raise FormatError(f"config.json: {key} is {value!r}, expected a list of {', '.join(map(repr, theirs))}")
+        if self.kinds:
+            return [next(ours for ours, entry in self.kinds if entry == found) for found in value]
+        count = value.index(self.then) if self.then in value else len(value)
+        if value != self.value_of(count, {"layers": len(value)}):
+            raise UnsupportedError(f"config.json: {key} is {value!r}; layers of {self.first!r} must come first")
+        return count
+
+    def value_of(self, fact: Any, facts: Mapping[str, Any]) -> Any:
+        if self.kinds:
+            return [dict(self.kinds)[entry] for entry in fact]
+        return [self.first] * fact + [self.then] * (facts["layers"] - fact)
+
+
+def _layer_lists(what: str, table: Mapping[str, Any]) -> tuple[tuple[str, LayerList], ...]:
+    lists = []
+    for key, entry in table.items():
+        check_keys(f"{what}: {key}", entry, {"first", "then", "kinds"})
+        kinds = tuple(entry.get("kinds", {}).items())
+        lists.append((key, LayerList(kinds, entry.get("first"), entry.get("then"))))
+    return tuple(lists)
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -57,11 +100,12 @@ def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else entry
-        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule"})
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule", "lists"})
         given = {name: entry.get(name, MISSING) for name in ("default", "none")}
         if entry.get("rule", "") not in ("", *CONFIG_RULES):
             raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
         given["rule"] = entry.get("rule", "")
+        given["lists"] = _layer_lists(f"{what}: {key}", entry.get("lists", {}))
         rows.append(ConfigRow(_spellings(key), entry.get("fact"), equals=entry.get("is", MISSING), **given))
     return tuple(rows)
 
@@ -129,7 +173,11 @@ def facts_from_config(
                 raise UnsupportedError(f"config.json: {' or '.join(row.keys)} is missing")
             facts[row.fact] = default_of(row, facts)
         else:
-            facts[row.fact] = row.fact_of(found, facts)
+            facts[row.fact] = row.fact_of(key, found, facts)
+            for other in row.keys if row.lists else ():
+                said = lookup(config, other)
+                if said not in (MISSING, None) and row.fact_of(other, said, facts) != facts[row.fact]:
+                    raise UnsupportedError(f"config.json: {key} is {found!r}, but {other} is {said!r}")
         _check_count(f"config.json: {key}", row.fact, facts)
     return facts
 
@@ -147,7 +195,7 @@ def _check_count(what: str, fact: str | None, facts: Mapping[str, Any]) -> None:
 def default_of(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
     """A default is a plain value, or an expression over facts already known."""
     if row.rule:
-        return row.fact_of(row.default, facts)
+        return row.fact_of(row.keys[0], row.default, facts)
     if isinstance(row.default, str) and row.fact != "dtype":
         return facts.get(row.default) if row.default.isidentifier() else evaluate(row.default, facts)
     return row.default
@@ -181,26 +229,27 @@ def config_from_facts(
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
         for key in present:
             before = lookup(config, key)
-            if isinstance(before, list) and of_layers(before, facts) == of_layers(value, facts):
-                value = before
+            own = row.value_of(key, value, facts) if value is not MISSING else value
+            if isinstance(before, list) and of_layers(before, facts) == of_layers(own, facts):
+                own = before
             unsaid = lookup(config, key) in (None, row.none) and value == default
             if not unsaid and value is not MISSING:
-                store(config, key, value)
+                store(config, key, own)
         plain = original is None and "." not in row.keys[0].removeprefix(f"{row.lead}.")
         if not present and value is not MISSING and (plain or value != default):
-            store(config, row.keys[0], value)
+            store(config, row.keys[0], row.value_of(row.keys[0], value, facts))
     return config
 
 
 def _store_ruled(config: dict[str, Any], row: ConfigRow, fact: Any, default: Any, facts: Mapping[str, Any]) -> None:
     """Set the key of a row with a rule. Keys that say the fact in their own way are left as they are."""
     present = [key for key in row.keys if lookup(config, key) not in (MISSING, None)]
-    same = all(row.fact_of(lookup(config, key), facts) == fact for key in present)
+    same = all(row.fact_of(key, lookup(config, key), facts) == fact for key in present)
     if fact is MISSING or fact is None or (same and (present or fact == default)):
         return
     for key in present:
         store(config, key, MISSING)
-    store(config, row.keys[0], row.value_of(fact))
+    store(config, row.keys[0], row.value_of(row.keys[0], fact, facts))
 
 
 def _copy(value: Any) -> Any:

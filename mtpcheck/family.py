@@ -18,9 +18,17 @@ from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
-_FAMILY_KEYS = {"extends", "match", "trunk", "text", "beside", "outside", "decoder", "mtp", "facts", "config"}
-_MTP_KEYS = {"prefix", "own", "blocks", "declared", "counted", "fed", "passed_on", "norm", "separate"}
-_BLOCK_KEYS = {"each", "parts", "when", "hf", "either", "copies", "facts", "config", "quantized"}
+_FAMILY_KEYS = {
+    "extends", "match", "trunk", "modules", "text", "beside", "outside", "decoder", "spelled", "mtp", "facts", "config",
+    "specimen",
+}  # fmt: skip
+_MTP_KEYS = {
+    "prefix", "own", "layer", "blocks", "spelled", "declared", "counted", "fed", "passed_on", "norm", "separate",
+}  # fmt: skip
+_BLOCK_KEYS = {
+    "extends", "each", "parts", "when", "hf", "either", "copies", "constant", "facts", "config", "quantized",
+}  # fmt: skip
+_ROW_KEYS = {"join", "chain", "axis", "stacked"}
 BESIDE = "beside."
 
 
@@ -42,6 +50,13 @@ class Block:
     either: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other spellings of the same parts by the fact (or ``not`` it) that makes each the usual one; a checkpoint that
     has a tensor of another is spelled so."""
+    constant: Mapping[str, float] = field(default_factory=dict)
+    """Parts that HF does not store, and what every element of them is."""
+
+    def spelled(self, names: Mapping[str, str]) -> Block:
+        """The block where HF names begin otherwise; of several beginnings that fit, the longest counts."""
+        either = {when: _respelled(table, names) for when, table in self.either.items()}
+        return replace(self, hf=_respelled(self.hf, names), either=either)
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
@@ -54,6 +69,10 @@ def load_block(name: str) -> Block:
         raise FamilyError(f"block {name!r}: no file {path}")
     table = load(path)
     check_keys(str(path), table, _BLOCK_KEYS)
+    if base := table.get("extends"):
+        table = {**load(configs() / "blocks" / f"{base}.yaml"), **table}
+    for row, made_of in table["hf"].items():
+        check_keys(f"{path}: {row}", made_of if isinstance(made_of, dict) else {}, _ROW_KEYS)
     return Block(
         name=name,
         parts=table["parts"],
@@ -65,7 +84,20 @@ def load_block(name: str) -> Block:
         config=config_rows(str(path), table.get("config", {})),
         quantized=tuple(table.get("quantized", ())),
         either=table.get("either", {}),
+        constant=table.get("constant", {}),
     )
+
+
+def _respelled(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    def own(name: str) -> str:
+        longest = max((start for start in names if f"{name}.".startswith(f"{start}.")), key=len, default="")
+        return names[longest] + name.removeprefix(longest) if longest else name
+
+    return {own(name): made_of for name, made_of in table.items()}
+
+
+def _numbered(name: str, names: Mapping[str, Any]) -> str:
+    return expand(name, names) if "{" in name else name
 
 
 @dataclass(frozen=True)
@@ -81,6 +113,8 @@ class Model:
     shapes: dict[str, PartShape] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    """Parts that HF does not store, and the value that all their elements have."""
     layers: dict[str, list[str]] = field(default_factory=dict)
     """Layer (``layers.3``, ``mtp.0``) → its parts, named within the layer."""
 
@@ -99,11 +133,12 @@ class Model:
             parts = form.get("join") or form["chain"]
             if all(part in present for part in parts):
                 own = [[lead + one for one in _each(part, block.each, names)] for part in parts]
-                hf_names = [hf_lead + name for name in _each(template, block.each, names)]
+                hf_names = [hf_lead + _numbered(name, names) for name in _each(template, block.each, names)]
                 self.rows.extend(_rows(hf_names, own, form, f"blocks/{block.name}.yaml: {template}"))
         for part, copy in block.copies.items():
             if "when" not in copy or self.facts.get(copy["when"]):
                 self.copies[lead + part] = copy["of"]
+        self.constants.update({lead + part: value for part, value in block.constant.items()})
 
     def _chosen(self, block: Block, lead: str, names: Mapping[str, Any]) -> Mapping[str, Any]:
         """The one of a block's other spellings that is stored, else the usual one."""
@@ -165,6 +200,12 @@ class Family:
     stands in names where a text model has ``model``."""
     beside: tuple[str, ...]
     """How names of tensors begin that belong to no text model."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names as blocks have them → as this family has them."""
+    specimen: Mapping[str, Any] = field(default_factory=dict)
+    """Values, for proofs, of facts that no other family has; what is true here is an option and proved both ways."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of a decoder layer's names as transformers has them in memory → as files have them."""
 
     @property
     def _declaration(self) -> ConfigRow:
@@ -179,13 +220,14 @@ class Family:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        named = [_block_name(entry) for entry in (*self.outside, *self.decoder["blocks"], *self.mtp["blocks"])]
-        return tuple(load_block(name) for name in named)
+        entries = (*self.outside, *self.decoder["blocks"], *self.mtp.get("layer", ()), *self.mtp["blocks"])
+        return tuple(load_block(name) for name in dict.fromkeys(map(_block_name, entries)))
 
     @cached_property
     def all_config(self) -> tuple[ConfigRow, ...]:
-        """Config rows of the family and of all its blocks."""
-        rows = (*(row for block in self.blocks for row in block.config), *self.config)
+        """Config rows of the family and of all its blocks; of these none of a fact that the family tells or fixes."""
+        told = {*(row.fact for row in self.config if row.fact), *self.fixed}
+        rows = (*(row for block in self.blocks for row in block.config if row.fact not in told), *self.config)
         distinct = (row for i, row in enumerate(rows) if row not in rows[:i])
         return (*(row.within(self.text.get("config", "")) for row in distinct), self._declaration)
 
@@ -200,7 +242,9 @@ class Family:
 
     @cached_property
     def all_fixed(self) -> dict[str, Any]:
-        return {**{k: v for block in self.blocks for k, v in block.facts.items()}, **self.fixed}
+        """Facts that every member shares: what a config row of the family tells is none, whatever blocks say."""
+        told = {row.fact for row in self.config}
+        return {**{k: v for block in self.blocks for k, v in block.facts.items() if k not in told}, **self.fixed}
 
     def model(self, facts: Mapping[str, Any]) -> Model:
         """All parts and HF rows at the size that ``facts`` give, with ``mtp_stored`` MTP layers.
@@ -215,22 +259,24 @@ class Family:
     def trunk(self, facts: Mapping[str, Any], stored: Collection[str] = ()) -> Model:
         """The model without MTP layers, spelled as in an HF checkpoint of these names."""
         model = Model(self.name, facts, stored)
-        for name in self.outside:
-            model.add(load_block(name), "", "", facts)
+        for block in _chosen(list(self.outside), facts, self.spelled):
+            model.add(block, "", "", facts)
         model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
-            for block in _chosen(self.decoder["blocks"], names):
+            for block in _chosen(self.decoder["blocks"], names, self.spelled):
                 model.add(block, f"layers.{k}", expand(self.decoder["prefix"], names), names)
         return model
 
     def add_mtp_layer(self, model: Model, i: int) -> None:
-        """An MTP layer is a decoder layer, placed after the last one, and the blocks that only it has."""
+        """An MTP layer is a decoder layer, placed after the last one unless the family says which blocks it is made of,
+        and the blocks that only it has."""
         names = {**model.facts, "i": i, "k": model.facts["layers"] + i}
         own = self.mtp["own"] if isinstance(self.mtp["own"], list) else [self.mtp["own"]]
-        for block in _chosen(self.decoder["blocks"], names):
+        spelled = {**self.spelled, **self.mtp.get("spelled", {})}
+        for block in _chosen(self.mtp.get("layer", self.decoder["blocks"]), names, spelled):
             model.add(block, f"mtp.{i}", expand(self.mtp["prefix"], names), names)
-        for block in _chosen(self.mtp["blocks"], names):
+        for block in _chosen(self.mtp["blocks"], names, spelled):
             model.add(block, f"mtp.{i}", expand(own[min(i, len(own) - 1)], names), names)
 
 
@@ -238,13 +284,14 @@ def _block_name(entry: str | dict[str, str]) -> str:
     return entry if isinstance(entry, str) else next(iter(entry))
 
 
-def _chosen(entries: list[Any], names: Mapping[str, Any]) -> list[Block]:
+def _chosen(entries: list[Any], names: Mapping[str, Any], spelled: Mapping[str, str]) -> list[Block]:
     """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
-    return [
+    chosen = [
         load_block(_block_name(entry))
         for entry in entries
         if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
     ]
+    return [block.spelled(spelled) for block in chosen] if spelled else chosen
 
 
 @lru_cache(maxsize=64)
@@ -268,16 +315,30 @@ def load_family(name: str) -> Family:
         trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
         text=table.get("text", {}),
         beside=tuple(table.get("beside", ())),
+        spelled=table.get("spelled", {}),
+        specimen=table.get("specimen", {}),
+        modules=table.get("modules", {}),
     )
+    _check_spelled(family)
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)
     return family
 
 
+def _check_spelled(family: Family) -> None:
+    """Raise FamilyError for a beginning that no name of the family's blocks has."""
+    names = [name + "." for block in family.blocks for name in block.hf]
+    for start in (*family.spelled, *family.mtp.get("spelled", {})):
+        if not any(name.startswith(start + ".") for name in names):
+            raise FamilyError(f"families/{family.name}.yaml: spelled: no name of its blocks begins with {start!r}")
+
+
 def specimens(family: Family) -> tuple[Model, Model]:
     """The family at the smallest size, with every option on and with every option off, for proofs."""
-    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers"), 0)
-    return tuple(family.model({**_SPECIMEN, **options, **family.all_fixed}) for options in ({}, off))  # type: ignore[return-value]
+    own = [fact for fact, value in family.specimen.items() if value is True]
+    options = ("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers", "router_bias", *own)
+    facts, off = {**_SPECIMEN, **family.specimen}, dict.fromkeys(options, 0)
+    return tuple(family.model({**facts, **chosen, **family.all_fixed}) for chosen in ({}, off))  # type: ignore[return-value]
 
 
 _SPECIMEN: dict[str, Any] = {
@@ -286,6 +347,7 @@ _SPECIMEN: dict[str, Any] = {
     "tied": False, "q_lora": 8, "kv_lora": 9, "nope_dim": 3, "rope_dim": 2, "v_dim": 7, "index_heads": 3,
     "index_dim": 4, "indexer_types": ["full", "shared", "full"], "shared_ffn": 7, "linear_layers": [1, 0],
     "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 3, "linear_value_dim": 5, "linear_kernel": 4,
+    "router_bias": True,
 }  # fmt: skip
 """Axes of unequal lengths, so that an exchange of two shows."""
 
