@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from mtpcheck import __version__, exits
+from mtpcheck import __version__, cli_families, exits
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
 from mtpcheck.flags import (
@@ -273,6 +273,9 @@ def accept(
         return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing)
 
     return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
+
+
+app.add_typer(cli_families.app, name="families")
 
 
 def _options(

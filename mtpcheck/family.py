@@ -6,10 +6,11 @@ facts that hold for every member. ``Model`` is a family at one size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from mtpcheck.data import check_keys, configs, load
@@ -20,11 +21,13 @@ from mtpcheck.rows import PartShape, Row, prove_invertible
 
 _FAMILY_KEYS = {
     "extends", "match", "trunk", "modules", "text", "beside", "outside", "decoder", "spelled", "mtp", "facts", "config",
-    "specimen",
+    "specimen", "about",
 }  # fmt: skip
 _MTP_KEYS = {
     "prefix", "own", "layer", "blocks", "spelled", "declared", "counted", "fed", "passed_on", "norm", "separate",
 }  # fmt: skip
+_KEYS_OF = {"match": {"model_type", "architectures"}, "decoder": {"prefix", "blocks"}, "mtp": _MTP_KEYS}
+_NEEDED = {**_KEYS_OF, "mtp": {"prefix", "own", "blocks", "declared"}}
 _BLOCK_KEYS = {
     "extends", "each", "parts", "when", "hf", "either", "copies", "constant", "facts", "config", "quantized",
 }  # fmt: skip
@@ -62,15 +65,17 @@ class Block:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
 
 
-@lru_cache(maxsize=64)
-def load_block(name: str) -> Block:
-    path = configs() / "blocks" / f"{name}.yaml"
+@lru_cache(maxsize=128)
+def load_block(name: str, home: Path | None = None) -> Block:
+    """A block of the tables in ``home``, or of those that come with mtpcheck. Raises FamilyError if there is none."""
+    path = _file(home, "blocks", name)
     if not path.is_file():
         raise FamilyError(f"block {name!r}: no file {path}")
     table = load(path)
     check_keys(str(path), table, _BLOCK_KEYS)
     if base := table.get("extends"):
-        table = {**load(configs() / "blocks" / f"{base}.yaml"), **table}
+        table = {**load(_file(home, "blocks", str(base))), **table}
+    check_keys(str(path), table, _BLOCK_KEYS, needed={"parts", "hf"})
     for row, made_of in table["hf"].items():
         check_keys(f"{path}: {row}", made_of if isinstance(made_of, dict) else {}, _ROW_KEYS)
     return Block(
@@ -98,6 +103,12 @@ def _respelled(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 def _numbered(name: str, names: Mapping[str, Any]) -> str:
     return expand(name, names) if "{" in name else name
+
+
+def _file(home: Path | None, kind: str, name: str) -> Path:
+    """A table of ``home`` where it has one of this name, else the one that comes with mtpcheck."""
+    own = home / kind / f"{name}.yaml" if home is not None else None
+    return own if own is not None and own.is_file() else configs() / kind / f"{name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -206,6 +217,10 @@ class Family:
     """Values, for proofs, of facts that no other family has; what is true here is an option and proved both ways."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of a decoder layer's names as transformers has them in memory → as files have them."""
+    home: Path | None = None
+    """The folder of tables that its blocks come from, if it is not mtpcheck's own."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """For ``mtpcheck families``: ``models``, ``sources``, how the ``megatron`` side is known, why it is ``not_run``."""
 
     @property
     def _declaration(self) -> ConfigRow:
@@ -221,7 +236,7 @@ class Family:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         entries = (*self.outside, *self.decoder["blocks"], *self.mtp.get("layer", ()), *self.mtp["blocks"])
-        return tuple(load_block(name) for name in dict.fromkeys(map(_block_name, entries)))
+        return tuple(load_block(name, self.home) for name in dict.fromkeys(map(_block_name, entries)))
 
     @cached_property
     def all_config(self) -> tuple[ConfigRow, ...]:
@@ -259,12 +274,12 @@ class Family:
     def trunk(self, facts: Mapping[str, Any], stored: Collection[str] = ()) -> Model:
         """The model without MTP layers, spelled as in an HF checkpoint of these names."""
         model = Model(self.name, facts, stored)
-        for block in _chosen(list(self.outside), facts, self.spelled):
+        for block in self._chosen(self.outside, facts, self.spelled):
             model.add(block, "", "", facts)
         model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
-            for block in _chosen(self.decoder["blocks"], names, self.spelled):
+            for block in self._chosen(self.decoder["blocks"], names, self.spelled):
                 model.add(block, f"layers.{k}", expand(self.decoder["prefix"], names), names)
         return model
 
@@ -274,35 +289,62 @@ class Family:
         names = {**model.facts, "i": i, "k": model.facts["layers"] + i}
         own = self.mtp["own"] if isinstance(self.mtp["own"], list) else [self.mtp["own"]]
         spelled = {**self.spelled, **self.mtp.get("spelled", {})}
-        for block in _chosen(self.mtp.get("layer", self.decoder["blocks"]), names, spelled):
+        for block in self._chosen(self.mtp.get("layer", self.decoder["blocks"]), names, spelled):
             model.add(block, f"mtp.{i}", expand(self.mtp["prefix"], names), names)
-        for block in _chosen(self.mtp["blocks"], names, spelled):
+        for block in self._chosen(self.mtp["blocks"], names, spelled):
             model.add(block, f"mtp.{i}", expand(own[min(i, len(own) - 1)], names), names)
+
+    def _chosen(self, entries: Sequence[Any], names: Mapping[str, Any], spelled: Mapping[str, str]) -> list[Block]:
+        """Blocks of one layer, as the family spells them; ``{block: condition}`` only where the condition holds."""
+        chosen = [
+            load_block(_block_name(entry), self.home)
+            for entry in entries
+            if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
+        ]
+        return [block.spelled(spelled) for block in chosen] if spelled else chosen
 
 
 def _block_name(entry: str | dict[str, str]) -> str:
     return entry if isinstance(entry, str) else next(iter(entry))
 
 
-def _chosen(entries: list[Any], names: Mapping[str, Any], spelled: Mapping[str, str]) -> list[Block]:
-    """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
-    chosen = [
-        load_block(_block_name(entry))
-        for entry in entries
-        if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
-    ]
-    return [block.spelled(spelled) for block in chosen] if spelled else chosen
-
-
 @lru_cache(maxsize=64)
 def load_family(name: str) -> Family:
-    """A family by its file name. Raises FamilyError, naming the nearest, if there is none."""
+    """A family by its name, or by a YAML file of one's own, which is known by its name from then on.
+
+    Raises FamilyError, naming the nearest, if there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return _own_family(Path(name).resolve())
+    if name in _OWN:
+        return _OWN[name]
     if name not in family_names():
         near = get_close_matches(name, family_names(), n=1, cutoff=0.3)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
-    table = _table(name)
-    check_keys(f"families/{name}.yaml: mtp", table["mtp"], _MTP_KEYS)
+    return read_family(configs() / "families" / f"{name}.yaml")
+
+
+_OWN: dict[str, Family] = {}
+"""Families from files of one's own, by name."""
+
+
+def _own_family(path: Path) -> Family:
+    if not path.is_file():
+        raise FamilyError(f"{path}: no such family file")
+    if path.stem in family_names():
+        raise FamilyError(f"{path}: {path.stem} is a family of mtpcheck's own; give the file another name")
+    _OWN[path.stem] = read_family(path, path.parent.parent)
+    return _OWN[path.stem]
+
+
+def read_family(path: Path, home: Path | None = None) -> Family:
+    """A family from its file, with blocks of ``home``. Raises FamilyError if it is not well-formed or not
+    invertible."""
+    name, table = path.stem, _table(path, home)
+    check_keys(str(path), table, _FAMILY_KEYS, needed={"match", "outside", "decoder", "mtp"})
+    for key, needed in _NEEDED.items():
+        check_keys(f"{path}: {key}", table[key], _KEYS_OF[key], needed)
     family = Family(
         name=name,
         model_types=tuple(_listed(table["match"]["model_type"])),
@@ -318,6 +360,8 @@ def load_family(name: str) -> Family:
         spelled=table.get("spelled", {}),
         specimen=table.get("specimen", {}),
         modules=table.get("modules", {}),
+        home=home,
+        about=table.get("about", {}),
     )
     _check_spelled(family)
     for model in specimens(family):
@@ -352,13 +396,14 @@ _SPECIMEN: dict[str, Any] = {
 """Axes of unequal lengths, so that an exchange of two shows."""
 
 
-def _table(name: str) -> dict[str, Any]:
+def _table(path: Path, home: Path | None) -> dict[str, Any]:
     """A family's YAML with its ``extends`` merged under it, mapping by mapping."""
-    path = configs() / "families" / f"{name}.yaml"
     table: dict[str, Any] = load(path)
     check_keys(str(path), table, _FAMILY_KEYS)
     if base := table.pop("extends", None):
-        merged = _table(base)
+        if not (below := _file(home, "families", str(base))).is_file():
+            raise FamilyError(f"{path}: extends {base!r}, and there is no {below}")
+        merged = _table(below, home)
         for key, value in table.items():
             merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
         return merged
@@ -376,6 +421,12 @@ def family_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("_")))
 
 
+def not_yet() -> Mapping[str, str]:
+    """Model types with MTP layers that are known and have no family yet → what stands in the way."""
+    table: dict[str, str] = load(configs() / "not_yet.yaml")
+    return table
+
+
 def family_of_config(config: Mapping[str, Any]) -> Family:
     """The family that a Hugging Face config names. Raises FamilyError, naming the nearest, if none does."""
     model_type = config.get("model_type")
@@ -387,6 +438,8 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     for name in family_names():
         if architectures & set(load_family(name).architectures):
             return load_family(name)
+    if isinstance(model_type, str) and (why := not_yet().get(model_type)):
+        raise FamilyError(f"config.json: {model_type} is not supported yet: {why}")
     near = get_close_matches(str(model_type), list(known), n=1, cutoff=0.3)
     hint = f"; the nearest known is {near[0]!r} (--family {known[near[0]]} insists)" if near else ""
     raise FamilyError(f"config.json: unknown family, model_type is {model_type!r}{hint}")
