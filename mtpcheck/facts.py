@@ -36,18 +36,18 @@ class ConfigRow:
     """The key under which its keys lie."""
     rule: str = ""
     """One of CONFIG_RULES, where the value is not the fact itself."""
-    lists: tuple[tuple[str, LayerList], ...] = ()
-    """Spellings whose value is a list of one entry a layer, by key."""
+    forms: tuple[tuple[str, Form], ...] = ()
+    """Spellings whose value is not the fact itself, by key."""
 
     def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
         """The fact that the value of one spelling says. Raises UnsupportedError or FormatError if it says none."""
-        if form := dict(self.lists).get(key.removeprefix(f"{self.lead}.")):
+        if form := dict(self.forms).get(key.removeprefix(f"{self.lead}.")):
             return value if value is None else form.fact_of(key, value, facts)
         return CONFIG_RULES[self.rule][0](value, facts) if self.rule else value
 
     def value_of(self, key: str, fact: Any, facts: Mapping[str, Any]) -> Any:
         """The inverse: what one spelling has for a fact."""
-        if form := dict(self.lists).get(key.removeprefix(f"{self.lead}.")):
+        if form := dict(self.forms).get(key.removeprefix(f"{self.lead}.")):
             return fact if fact is None else form.value_of(fact, facts)
         return CONFIG_RULES[self.rule][1](fact) if self.rule else fact
 
@@ -57,15 +57,21 @@ class ConfigRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerList:
-    """A list of one entry a layer. With ``first`` it counts: so many layers of that kind, ``then`` only the other. Else
-    ``kinds`` are its entries for the neutral ones. Entries of MTP layers may follow, and are passed over."""
+class Form:
+    """How one spelling says a fact. With ``of`` it is that fact's multiple by ours. Else it is a list of one entry a
+    layer: with ``first`` it counts so many layers of that kind, ``then`` only the other; ``kinds`` are its entries for
+    the neutral ones. Entries of MTP layers may follow, and are passed over."""
 
     kinds: tuple[tuple[Any, Any], ...] = ()
     first: Any = None
     then: Any = None
+    of: str = ""
 
     def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
+        if self.of:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not facts.get(self.of):
+                raise FormatError(f"config.json: {key} is {value!r}, expected a share of {self.of}")
+            return value / facts[self.of]
         value = of_layers(value, facts) if isinstance(value, list) else value
         theirs = [kind for _, kind in self.kinds] or [self.first, self.then]
         if not isinstance(value, list) or any(entry not in theirs for entry in value):
@@ -78,17 +84,19 @@ class LayerList:
         return count
 
     def value_of(self, fact: Any, facts: Mapping[str, Any]) -> Any:
+        if self.of:
+            return round(fact * facts[self.of])
         if self.kinds:
             return [dict(self.kinds)[entry] for entry in fact]
         return [self.first] * fact + [self.then] * (facts["layers"] - fact)
 
 
-def _layer_lists(what: str, table: Mapping[str, Any]) -> tuple[tuple[str, LayerList], ...]:
+def _forms(what: str, table: Mapping[str, Any]) -> tuple[tuple[str, Form], ...]:
     lists = []
     for key, entry in table.items():
-        check_keys(f"{what}: {key}", entry, {"first", "then", "kinds"})
+        check_keys(f"{what}: {key}", entry, {"first", "then", "kinds", "of"})
         kinds = tuple(entry.get("kinds", {}).items())
-        lists.append((key, LayerList(kinds, entry.get("first"), entry.get("then"))))
+        lists.append((key, Form(kinds, entry.get("first"), entry.get("then"), entry.get("of", ""))))
     return tuple(lists)
 
 
@@ -100,12 +108,12 @@ def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else entry
-        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule", "lists"})
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule", "forms"})
         given = {name: entry.get(name, MISSING) for name in ("default", "none")}
         if entry.get("rule", "") not in ("", *CONFIG_RULES):
             raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
         given["rule"] = entry.get("rule", "")
-        given["lists"] = _layer_lists(f"{what}: {key}", entry.get("lists", {}))
+        given["forms"] = _forms(f"{what}: {key}", entry.get("forms", {}))
         rows.append(ConfigRow(_spellings(key), entry.get("fact"), equals=entry.get("is", MISSING), **given))
     return tuple(rows)
 
@@ -174,7 +182,7 @@ def facts_from_config(
             facts[row.fact] = default_of(row, facts)
         else:
             facts[row.fact] = row.fact_of(key, found, facts)
-            for other in row.keys if row.lists else ():
+            for other in row.keys if row.forms else ():
                 said = lookup(config, other)
                 if said not in (MISSING, None) and row.fact_of(other, said, facts) != facts[row.fact]:
                     raise UnsupportedError(f"config.json: {key} is {found!r}, but {other} is {said!r}")
