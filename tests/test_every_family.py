@@ -105,9 +105,10 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path) -> None:
 
 # ---- released sizes
 
-# published totals in billions of parameters, with the MTP layer where "with" says so
+# Published totals in billions of parameters. DeepSeek's 685 adds two rounded figures, 671 and 14; GLM's 355 lies between
+# the totals with and without the MTP layer.
 PUBLISHED = [
-    ("GLM-5.2", "with", 753.329940480, 1e-9), ("DeepSeek-V3", "without", 671, 0.5), ("DeepSeek-V3", "with", 685, 0.5),
+    ("GLM-5.2", "with", 753.329940480, 1e-9), ("DeepSeek-V3", "without", 671, 0.5), ("DeepSeek-V3", "with", 685, 1),
     ("GLM-4.5", "without", 355, 3), ("GLM-4.5-Air", "without", 106, 1), ("MiMo-7B", "without", 7.6, 0.1),
 ]  # fmt: skip
 
@@ -173,7 +174,7 @@ def test_a_norm_that_a_family_lacks_has_to_be_one(tmp_path: Path) -> None:
     convert(FIXTURES / "ernie4_5_moe", tmp_path / "megatron")
     flip_bit(*payload_of(tmp_path / "megatron" / "release", "mtp.layers.0.final_layernorm.weight"))
     report = verify(FIXTURES / "ernie4_5_moe", tmp_path / "megatron")
-    assert [f.check for f in report.failures] == ["values.differ"], report.findings
+    assert [f.check for f in report.failures] == ["values.bits"], report.findings
     converted = convert(tmp_path / "megatron", tmp_path / "hf")
     assert [f.check for f in converted.failures] == ["presence.constant"]
 
