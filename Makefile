@@ -4,11 +4,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VENV_019 ?= .venv-019
+VENV_PEER ?= .venv-peer
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup roundtrip test test-all interop-019 lint format fixtures bench clean
+.PHONY: setup roundtrip test test-all mutants interop-019 peer lint format fixtures bench clean
 
 setup: $(STAMP)
 
@@ -25,9 +26,13 @@ roundtrip: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
-# also every topology that megatron-core is made to load, one process a rank
+# also every topology that megatron-core is made to load, one process a rank, and 300 random faults and rewrites
 test-all: $(STAMP)
 	MTPCHECK_ALL=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests
+
+# the catalogue of damage, applied to the fixtures: what caught what, and the table in docs/faults.md
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.run --docs
 
 interop-019: $(VENV_019)/.installed
 	$(VENV_019)/bin/python -m pytest tests/interop/core_019.py
@@ -38,6 +43,16 @@ $(VENV_019)/.installed: pyproject.toml constraints.txt
 	$(VENV_019)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(VENV_019)/bin/python -m pip install --quiet --constraint constraints.txt --editable . einops psutil pytest
 	$(VENV_019)/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0
+	touch $@
+
+# mcore_bridge converts in an environment of its own, and the gate judges it; outcome in docs/peers.md
+peer: $(STAMP) $(VENV_PEER)/.installed
+	PATH="$(abspath $(VENV_PEER))/bin:$$PATH" $(BIN)/python tests/peer/run.py
+
+$(VENV_PEER)/.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV_PEER)
+	$(VENV_PEER)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(VENV_PEER)/bin/python -m pip install --quiet --constraint constraints.txt mcore_bridge==1.6.5 megatron-core transformers
 	touch $@
 
 lint: $(STAMP)
@@ -56,4 +71,4 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench/bench.py
 
 clean:
-	rm -rf $(VENV) $(VENV_019) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_019) $(VENV_PEER) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,14 +5,14 @@ stdout carries the result, stderr progress and complaints; exits.py turns errors
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from mtpcheck import __version__, cli_families, exits
+from mtpcheck.cli_gate import fixture, gate
+from mtpcheck.cli_graft import graft
 from mtpcheck.errors import HOLDS, UsageError
 from mtpcheck.exits import complain
 from mtpcheck.flags import (
@@ -20,6 +20,7 @@ from mtpcheck.flags import (
     AcceptanceOption,
     AllowNoMtp,
     Columns,
+    Config,
     Ep,
     Etp,
     ExitZero,
@@ -85,16 +86,16 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
     from mtpcheck.inspect import inspect as run
     from mtpcheck.report import machine
     from mtpcheck.report.inspection import render
+    from mtpcheck.report.report import Unjudged
 
     try:
         found = run(ckpt, family, iteration)
     except Exception as error:
         if as_json:
-            typer.echo(machine.error_json("inspect", [str(ckpt)], sentence(error)))
+            typer.echo(machine.error_json(Unjudged("inspect", [str(ckpt)], sentence(error))))
         raise
     if as_json:
-        document = {**asdict(found), "findings": [f.as_dict() for f in found.findings]}
-        typer.echo(json.dumps({"schema_version": 1, "command": "inspect", **document}, indent=2))
+        typer.echo(machine.inspection_json(found))
     else:
         render(found, console())
     return HOLDS
@@ -118,9 +119,11 @@ def verify(
     workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
+    config: Config = None,
     exit_zero: ExitZero = False,
 ) -> int:
     """Compare any two checkpoints in any two layouts, whoever made them."""
+    from mtpcheck.accepted import add_known
     from mtpcheck.verify import verify as run
 
     def judge() -> Report:
@@ -130,7 +133,17 @@ def verify(
         probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
         return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration, probing)
 
-    return judged("verify", [reference, candidate], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged(
+        "verify",
+        [reference, candidate],
+        lambda: add_known(judge(), config),
+        as_json,
+        report,
+        quiet,
+        verbose,
+        no_acceptance,
+        exit_zero,
+    )
 
 
 @app.command()
@@ -164,12 +177,14 @@ def roundtrip(
     workload: Workloads = None,
     no_acceptance: NoAcceptance = False,
     allow_no_mtp: AllowNoMtp = False,
+    config: Config = None,
     exit_zero: ExitZero = False,
 ) -> int:
     """There and back through files, then every check.
 
     Example: mtpcheck roundtrip ./GLM-4.5-Air --keep /big/disk/check
     """
+    from mtpcheck.accepted import add_known
     from mtpcheck.proof import prove
     from mtpcheck.roundtrip import roundtrip as run
 
@@ -186,7 +201,17 @@ def roundtrip(
         probing = None if no_acceptance else probing_of(workload, acceptance.value)
         return run(ckpt, family, options, workdir, keep, allow_no_mtp, show, middle, iteration, probing)
 
-    return judged("roundtrip", [ckpt], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
+    return judged(
+        "roundtrip",
+        [ckpt],
+        lambda: add_known(judge(), config),
+        as_json,
+        report,
+        quiet,
+        verbose,
+        no_acceptance,
+        exit_zero,
+    )
 
 
 @app.command()
@@ -275,6 +300,9 @@ def accept(
     return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
 
 
+app.command()(gate)
+app.command()(fixture)
+app.command()(graft)
 app.add_typer(cli_families.app, name="families")
 
 

@@ -53,6 +53,18 @@ def is_zero(ref: TensorRef) -> bool:
     return not differs(ref, TensorRef(ref.dtype, Plan.zeros(ref.plan.shape, ref.plan.itemsize)))
 
 
+_SIGNED = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+def only_zeros(ref: TensorRef) -> bool:
+    """Whether every element is zero, of either sign. Reads no further than the first that is not."""
+    size = _SIGNED.get(ref.dtype)
+    if size is None:
+        return is_zero(ref)
+    value = (1 << 8 * size - 1) - 1  # all bits but the sign
+    return not any((np.frombuffer(bytes_of(part, "left"), f"u{size}") & value).any() for _, part in slabs(ref.plan))
+
+
 _Piece = tuple[str, int, Plan, Plan]  # name, first byte, and both sides of it
 _Found = list[tuple[str, Difference]]
 

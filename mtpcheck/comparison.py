@@ -10,10 +10,10 @@ from mtpcheck.checks.components import component_table, declared_table
 from mtpcheck.checks.copies import check_tied, compare_copies
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
 from mtpcheck.checks.head import check_head
-from mtpcheck.checks.scales import with_cause
 from mtpcheck.checks.structure import of_conversion, with_bits
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
+from mtpcheck.diagnosis import diagnose
 from mtpcheck.dialect import load_dialect
 from mtpcheck.encoding import as_codes
 from mtpcheck.facts import lookup
@@ -50,11 +50,11 @@ def compare_sides(
             found, compared, others = _by_part(a, b, only_mtp, progress, bits)
     nbytes = sum(ref.nbytes for name, ref in compared.items() if name in others)
     found += [*(replace(f, source=True) for f in check_tied(a.tensor_map)), *check_tied(b.tensor_map)]
-    report.add("presence", of_group(found, "presence"), presence(a, compared))
+    report.add("presence", diagnose(of_group(found, "presence"), a, b), presence(a, compared))
     add_declaration(report, a, b, blame_source)
-    values = add_topology(report, a, b, of_group(found, "values"))
+    values = diagnose(add_topology(report, a, b, of_group(found, "values")), a, b)
     report.add("values", [*values, *check_head(a.tensor_map)], f"{nbytes:,} bytes compared bit for bit")
-    report.components = component_table(a.tensor_map, b.tensor_map, report.findings)
+    report.components = component_table(a.tensor_map, b.tensor_map, found)
 
 
 _Compared = tuple[list[Finding], Mapping[str, TensorRef], Mapping[str, TensorRef]]
@@ -66,7 +66,7 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         trunk = _trunk_names(a)
         left = {name: ref for name, ref in left.items() if name not in trunk}
         right = {name: ref for name, ref in right.items() if name not in trunk}
-    found = [with_cause(finding, left, right) for finding in compare_stored(left, right, progress)]
+    found = list(compare_stored(left, right, progress))
     known = {f.subject for f in found}  # a tensor that both lack is missing all the same
     missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
     found += [replace(f, source=True) for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
@@ -78,7 +78,7 @@ def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -
     found += [*of_group(right.findings, "values"), *compare_copies(left, right)]
     if common := left.encoded.keys() & right.encoded.keys():  # codes and scales say more than their products
         before, after = ({s: r for name in common for s, r in m.encoded[name].beside.items()} for m in (left, right))
-        found += [with_cause(f, before, after) for f in compare_stored(before, after, Silent())]
+        found += compare_stored(before, after, Silent())
         left, right = as_codes(left, common), as_codes(right, common)
     found += compare_maps(left, right, progress, bits, may_widen=b.checkpoint.layout != "hf")
     return found, left.parts, right.parts
@@ -146,7 +146,7 @@ def add_declaration(report: Report, a: Side, b: Side, blame_source: bool) -> Non
 
 
 def presence(a: Side, compared: Mapping[str, TensorRef]) -> str:
-    names = _mtp_names(a.tensor_map)
+    names = mtp_names(a.tensor_map)
     own = sum(name in names or is_mtp(name) for name in compared)
     what = "tensors" if compared.keys() <= a.checkpoint.tensors.keys() else "parts"
     return f"{len(compared):,} {what}, {own:,} of them in MTP layers"
@@ -186,7 +186,7 @@ def mtp_part(tensor_map: TensorMap) -> TensorMap:
     return replace(tensor_map, parts=parts, padding={}, encoded=encoded)
 
 
-def _mtp_names(tensor_map: TensorMap) -> set[str]:
+def mtp_names(tensor_map: TensorMap) -> set[str]:
     """HF names of all tensors in MTP layers."""
     return _with_packed({row.name for row in tensor_map.model.rows if is_mtp(row.parts[0])}, tensor_map)
 

@@ -110,7 +110,7 @@ class Dialect:
             apart = [(f"{self.decoder}.{layer.removeprefix('layers.')}", [layer]) for layer in having]
             orders = [together, apart] if stacked else [apart, together]
             chosen = [places for places in orders if places]
-            places = next((p for p in chosen if self._present(entry, p[0][0], form)), chosen[0])
+            places = next((p for p in chosen if any(self._present(entry, at, form) for at, _ in p)), chosen[0])
             for prefix, members in places:
                 stack = (len(members),) if prefix == self.decoder else ()
                 self._role_rows(spelling, model, entry, prefix, members, stack, form)

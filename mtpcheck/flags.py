@@ -101,14 +101,21 @@ TextOnly = Annotated[
     bool,
     typer.Option("--text-only", help="Carry tensors that belong to no text model (images) beside Megatron's."),
 ]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="File of settings: mtpcheck.yaml, or a pyproject.toml with \\[tool.mtpcheck]."),
+]
 Iteration = Annotated[int | None, typer.Option(min=0, help="Take this iteration of a Megatron root.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")]
 Reports = Annotated[
     list[str] | None,
     typer.Option(
-        "--report", metavar="FORMAT=PATH", help="Also write json or junit to a file, which is replaced. Repeatable."
+        "--report", metavar="FORMAT=PATH",
+        help="Also write json, junit, markdown, html or github to a file, which is replaced. github=- prints GitHub's "
+             "annotations after the result (not with --json); github also appends to the step's summary and outputs. "
+             "Repeatable.",
     ),
-]
+]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict line alone.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes and every finding.")]
 AllowNoMtp = Annotated[bool, typer.Option("--allow-no-mtp", help="Judge a model without MTP layers too.")]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,47 +14,57 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mtpcheck.draft.probe import Columns, Probing
-    from mtpcheck.report.report import Report
+    from mtpcheck.report.report import Cases, Report
 
 
 def judged(
     command: str,
     subjects: list[Path],
-    judge: Callable[[], Report],
+    judge: Callable[[], Report | Cases],
     as_json: bool,
-    targets: list[str] | None,
+    reports: list[str] | None,
     quiet: bool,
     verbose: bool,
     no_acceptance: bool,
     exit_zero: bool,
 ) -> int:
     """Run a judging command and render its report everywhere it is wanted."""
-    from mtpcheck.report import machine
+    from mtpcheck.report import formats, machine
+    from mtpcheck.report.report import Cases, Unjudged
+    from mtpcheck.report.words import verdict_line
 
-    names = [str(subject) for subject in subjects]
-    wanted: list[tuple[str, Path]] = []
+    targets: list[formats.Target] = []
     try:
-        wanted = [_target(text, subjects) for text in targets or ()]
+        targets = formats.targets_of(reports or (), subjects, as_json)
         report = judge()
     except Exception as error:
-        what = command, names, sentence(error)
-        _write(wanted, {"json": machine.error_json, "junit": machine.error_junit}, *what)
+        ended = Unjudged(command, [str(subject) for subject in subjects], sentence(error))
+        formats.write(targets, ended)
         if as_json:
-            typer.echo(machine.error_json(*what))
+            typer.echo(machine.error_json(ended))
+        _print(formats.printed(targets, ended))
         raise
-    if no_acceptance:
+    if no_acceptance and not isinstance(report, Cases):
         report.skip("acceptance", "--no-acceptance was given")
-    _write(wanted, {"json": machine.as_json, "junit": machine.as_junit}, report)
+    formats.write(targets, report)
     if as_json:
-        typer.echo(machine.as_json(report))
+        typer.echo(formats.FORMATS["json"].render(report))
+    elif quiet:
+        typer.echo(verdict_line(report))
     else:
-        from mtpcheck.report.terminal import render, verdict_line
+        from mtpcheck.report.terminal import render, render_cases
 
-        if quiet:
-            typer.echo(verdict_line(report))
+        if isinstance(report, Cases):
+            render_cases(report, console(), verbose)
         else:
             render(report, console(), verbose)
+    _print(formats.printed(targets, report))
     return HOLDS if exit_zero and report.exit_code == FAILS else report.exit_code
+
+
+def _print(texts: Iterable[str]) -> None:
+    for text in texts:
+        typer.echo(text, nl=False)
 
 
 def probing_of(workloads: list[str] | None, columns: Columns) -> Probing:
@@ -70,24 +80,6 @@ def probing_of(workloads: list[str] | None, columns: Columns) -> Probing:
             raise UsageError(f"--workload {text}: expected NAME=FILE, each name once")
         files[name] = Path(path)
     return Probing(columns, files)
-
-
-def _target(text: str, subjects: list[Path]) -> tuple[str, Path]:
-    """Format and path of a report. Refused now what would fail after an hour, or write into a checkpoint."""
-    kind, _, name = text.partition("=")
-    path = Path(name)
-    if kind not in ("json", "junit") or not name:
-        raise UsageError(f"--report {text}: expected json=PATH or junit=PATH")
-    if path.is_dir() or not path.parent.is_dir():
-        raise UsageError(f"--report {text}: {path} is a folder, or lies in none that exists")
-    if any(path.resolve().is_relative_to(subject.resolve()) for subject in subjects):
-        raise UsageError(f"--report {text}: lies inside a checkpoint; name a file outside it")
-    return kind, path
-
-
-def _write(wanted: list[tuple[str, Path]], renderers: dict[str, Callable[..., str]], *what: Any) -> None:
-    for kind, path in wanted:
-        path.write_text(renderers[kind](*what), encoding="utf-8", errors="backslashreplace")
 
 
 def sentence(error: Exception) -> str:

@@ -27,7 +27,7 @@ class _Cancelled(Exception):
     pass
 
 
-def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
+def in_parallel(jobs: Iterable[Callable[[Alive], T]], workers: int = WORKERS) -> Iterator[T]:
     """Results in the order of the jobs. On the first error, or Ctrl-C, the others stop at their next slab."""
     stop = threading.Event()
 
@@ -36,7 +36,7 @@ def in_parallel(jobs: Iterable[Callable[[Alive], T]]) -> Iterator[T]:
             raise _Cancelled
 
     waiting: deque[Future[T]] = deque()
-    with _frozen(), _alone(), ThreadPoolExecutor(WORKERS) as pool:
+    with _frozen(), _alone(), ThreadPoolExecutor(workers) as pool:
         try:
             for job in jobs:
                 waiting.append(pool.submit(job, alive))

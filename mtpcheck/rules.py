@@ -125,6 +125,14 @@ def _indexer_schedule(types: Any) -> tuple[int, int] | None:
     return None
 
 
+def resized(kinds: list[Any], facts: Facts, layers: int, mtp: int) -> list[Any]:
+    """A list of one entry a layer for another number of layers, in the same order again and again. MTP layers are of
+    the kind that the last one was. Indexers that Megatron has no schedule for all become layers' own."""
+    trunk = kinds[: facts["layers"]]
+    own = [*(trunk[n % len(trunk)] for n in range(layers)), *[kinds[-1]] * mtp]
+    return ["full"] * len(own) if "shared" in own and _indexer_schedule(own) is None else own
+
+
 def _indexer_types(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> Any:
     offset = max(args.get("dsa_indexer_skip_topk_offset") or 1, 1)
     count = facts.get("layers", 0) + (args.get("mtp_num_layers") or 0)

@@ -10,6 +10,7 @@ from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.comparison import add_declaration, add_structure, add_topology, compare_sides, maps_of, presence
+from mtpcheck.diagnosis import diagnose
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import UnsupportedError
 from mtpcheck.normalise import is_quantized
@@ -115,7 +116,8 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
         lost += [failure("presence.copy", left.names[part], "is gone") for part in gone]
     with bar("comparing", left.nbytes, show_progress) as progress:
         found, components = compare_changed(left, right, progress)
-    report.add("presence", [*lost, *of_group(found, "presence")], presence(a, left.parts))
+    lost = diagnose([*lost, *of_group(found, "presence")], a, b)
+    report.add("presence", lost, presence(a, left.parts))
     add_declaration(report, a, b, blame_source=False)
     add_topology(report, a, b, [])
     moved = sum(len(component.moved) for component in components.values())

@@ -253,6 +253,8 @@ def test_every_check_in_the_help_text_of_reports_is_known() -> None:
     used = {
         match
         for path in package.rglob("*.py")
-        for match in re.findall(r'"((?:structure|presence|declaration|values|result)\.[a-z_]+)"', path.read_text())
+        for match in re.findall(
+            r'"((?:structure|presence|declaration|values|result|commands|accepted)\.[a-z_]+)"', path.read_text()
+        )
     }
     assert used <= known

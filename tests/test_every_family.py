@@ -105,7 +105,7 @@ def test_norms_over_all_heads_are_not_cut(tmp_path: Path) -> None:
 
 # ---- released sizes
 
-# Published totals in billions of parameters. DeepSeek's 685 adds two rounded figures, 671 and 14; GLM's 355 lies between
+# Published totals in billions. DeepSeek's 685 adds two rounded figures, 671 and 14; GLM-4.5's 355 lies between
 # the totals with and without the MTP layer.
 PUBLISHED = [
     ("GLM-5.2", "with", 753.329940480, 1e-9), ("DeepSeek-V3", "without", 671, 0.5), ("DeepSeek-V3", "with", 685, 1),

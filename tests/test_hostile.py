@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_an_index_in_the_manifest_that_hides_the_layer_is_not_used(megatron: Pat
 
 
 def test_keep_removes_only_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import mtpcheck.roundtrip as module
+    module = import_module("mtpcheck.roundtrip")
 
     def fails(source: Path, target: Path, *options: Any, **more: Any) -> Any:
         (tmp_path / "kept" / "mine").mkdir(exist_ok=True)

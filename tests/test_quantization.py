@@ -71,7 +71,7 @@ def test_every_packing_is_known_and_raises_no_alarm(fixture: str, form: str, tmp
 def test_packed_checkpoints_are_compared_code_by_code(form: str, tmp_path: Path) -> None:
     a, b = (make(tmp_path / side, "glm4_moe", form) for side in "ab")
     report = verify(a, b)
-    assert report.verdict == "holds" and report.findings == []
+    assert report.verdict == "holds" and [f for f in report.findings if not f.source] == []
     assert verify(a, b, only_mtp=True).verdict == "holds"
     flip_byte(b / "model-00003-of-00003.safetensors")
     (finding,) = verify(a, b).failures

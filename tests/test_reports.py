@@ -1,4 +1,4 @@
-"""Reports for machines: one JSON document, sound JUnit, the same again for the same input."""
+"""Reports of real checkpoints: JSON as the schema has it, every format in a file, the same again for the same input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mtpcheck.draft.probe import Probing
 from tests.conftest import Outcome, Yard, edit_tensors, fixture_path, flip_byte, read_shard, write_shard
+from tests.schema import faults
 
 Cli = Callable[..., Outcome]
 MakeYard = Callable[[str], Yard]
@@ -20,9 +22,9 @@ GOOD = fixture_path("qwen2_mtp")
 
 
 def document(outcome: Outcome) -> dict[str, Any]:
-    """The one JSON document on stdout."""
+    """The one JSON document on stdout, which the schema describes."""
     found: dict[str, Any] = json.loads(outcome.out)
-    assert found["schema_version"] == 1
+    assert list(faults(found)) == []
     return found
 
 
@@ -71,33 +73,88 @@ def test_json_of_a_damaged_checkpoint(damaged: Yard, cli: Cli) -> None:
     assert bits["expected"].startswith("0x") and bits["got"].startswith("0x")
 
 
-@pytest.mark.parametrize("command", ["roundtrip", "verify", "inspect"])
-def test_json_is_the_same_again(command: str, damaged: Yard, cli: Cli) -> None:
-    arguments = {
-        "verify": [GOOD, damaged.source],
-        "roundtrip": [fixture_path("glm4_moe")],
-        "inspect": [fixture_path("glm4_moe")],
+FORMATS = {"json": "r.json", "junit": "r.xml", "markdown": "r.md", "html": "r.html", "github": "r.txt"}
+
+
+def in_every_format(folder: Path) -> list[str]:
+    """``--report`` for every format, into ``folder``."""
+    folder.mkdir()
+    return [text for format, name in FORMATS.items() for text in ("--report", f"{format}={folder / name}")]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("case", ["sound", "failing", "unjudged"])
+@pytest.mark.parametrize("command", ["roundtrip", "verify", "accept", "inspect"])
+def test_only_run_may_differ(command: str, case: str, damaged: Yard, cli: Cli, tmp_path: Path) -> None:
+    """Every report of the same input has the same bytes, ``run`` aside."""
+    workload = tmp_path / "few.jsonl"
+    workload.write_bytes(b"".join(Probing().files["chat"].read_bytes().splitlines(keepends=True)[:6]))
+    given: dict[tuple[str, str], list[object]] = {
+        ("verify", "sound"): [GOOD, fixture_path("qwen2_mtp")],
+        ("verify", "failing"): [GOOD, damaged.source],
+        ("accept", "sound"): [GOOD, "--workload", f"few={workload}"],
+        ("accept", "failing"): [GOOD, "--workload", f"few={workload}", "--min-acceptance", 1],
+        ("roundtrip", "failing"): [damaged.source],
     }
-    first, second = (document(cli(command, *arguments[command], "--json")) for _ in range(2))
-    first.pop("run", None), second.pop("run", None)
-    assert json.dumps(first) == json.dumps(second)
+    broken = [damaged.tmp] * (2 if command == "verify" else 1)
+    arguments = broken if case == "unjudged" else given.get((command, case), [fixture_path("glm4_moe")])
+    code = {"sound": 0, "failing": 0 if command == "inspect" else 1, "unjudged": 2}[case]
+    documents, files = [], []
+    for number in range(2):
+        folder = tmp_path / f"reports{number}"
+        reports = [] if command == "inspect" else in_every_format(folder)
+        outcome = cli(command, *arguments, "--json", *reports)
+        assert outcome.code == code, outcome.err
+        found = document(outcome)
+        assert isinstance(found.pop("run"), dict)
+        documents.append(json.dumps(found))
+        files.append(files_of(folder) if reports else {})
+    assert documents[0] == documents[1]
+    assert files[0] == files[1] and set(files[0]) == (set() if command == "inspect" else set(FORMATS.values()))
 
 
-@pytest.mark.parametrize("command", ["roundtrip", "verify", "inspect"])
+def test_the_schema_refuses_what_it_does_not_describe(damaged: Yard, cli: Cli) -> None:
+    found = document(cli("verify", GOOD, damaged.source, "--json"))
+    inspection = document(cli("inspect", GOOD, "--json"))
+    first, *rest = found["findings"]
+    wrong = [
+        {**found, "verdict": "pass"},
+        {**found, "schema_version": 2},
+        {**found, "more": 1},
+        {key: value for key, value in found.items() if key != "declared"},
+        {**found, "findings": [{**first, "check": "presence"}, *rest]},
+        {**found, "findings": [{**first, "source": False}, *rest]},
+        {**found, "findings": [{**first, "members": "all"}, *rest]},
+        {**found, "counts": {**found["counts"], "note": -1}},
+        {**found, "components": [{"name": "embed"}]},
+        {**inspection, "tensors": True},
+        {**inspection, "copies": {"head": "lost"}},
+    ]
+    assert [own for own in wrong if not list(faults(own))] == []
+
+
+@pytest.mark.parametrize("command", ["roundtrip", "verify", "accept", "inspect"])
 def test_could_not_judge(command: str, yard: MakeYard, cli: Cli, tmp_path: Path) -> None:
     place = yard("qwen2_mtp")
     (place.source / SINGLE).write_bytes(b"")
     second = [place.source] if command == "verify" else []
-    reports = [] if command == "inspect" else ["--report", f"junit={tmp_path}/r.xml", "--report", f"json={tmp_path}/r"]
+    folder = tmp_path / "reports"
+    reports = [] if command == "inspect" else in_every_format(folder)
     outcome = cli(command, place.source, *second, "--json", *reports)
     found = document(outcome)
     assert (outcome.code, found["verdict"], found["command"]) == (2, "could not judge", command)
     assert SINGLE in found["error"] and found["error"] in outcome.err
     if reports:
-        assert json.loads((tmp_path / "r").read_text()) == found
-        (case,) = suite(tmp_path / "r.xml")
+        files = files_of(folder)
+        assert json.loads(files.pop("r.json")) == found
+        (case,) = suite(folder / "r.xml")
         error = case.find("error")
         assert error is not None and error.get("message") == found["error"]
+        assert all(SINGLE.encode() in file for file in files.values())
+        assert files["r.txt"].startswith(b"::error title=") and files["r.txt"].count(b"\n") == 1
 
 
 def test_crash_is_an_error_in_the_reports(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

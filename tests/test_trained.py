@@ -110,7 +110,7 @@ def test_like_lends_neither_weights_nor_the_declaration(tmp_path: Path) -> None:
     assert (config["num_nextn_predict_layers"], config["rope_theta"]) == (0, 7)
     assert {f.check for f in converted.findings} == {"declaration.count"}
     found = {subject for _, subject in failures(verify(FIXTURES / "glm4_moe", tmp_path / "hf"))}
-    assert found == {"num_nextn_predict_layers", "rope_theta"}
+    assert found == {"num_nextn_predict_layers", "MTP layers", "rope_theta"}
 
 
 def test_like_cannot_lend_a_copy_that_is_no_copy(tmp_path: Path) -> None:

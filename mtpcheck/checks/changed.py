@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mtpcheck.checks.values import matching
-from mtpcheck.compare import compare_all, differs, is_zero
+from mtpcheck.compare import compare_all, differs, only_zeros
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.sample import Floats, first_values
@@ -79,8 +79,8 @@ def _layer(
     name: str, layer: Component, all_of: Mapping[str, Component], reference: TensorMap, candidate: TensorMap
 ) -> Iterator[Finding]:
     trunk = all_of.get("trunk", Component())
-    weights = [part for part in layer.parts if len(candidate.parts[part].shape) > 1 and part not in candidate.copies]
-    zeros = [part for part in weights if part in layer.moved and is_zero(candidate.parts[part])]
+    weights = [part for part in layer.parts if len(candidate.model.shapes[part]) > 1 and part not in candidate.copies]
+    zeros = [part for part in weights if part in layer.moved and only_zeros(candidate.parts[part])]
     broken = [part for part in layer.moved if not _finite(candidate.parts[part]) and _finite(reference.parts[part])]
     if broken:
         yield failure("values.nonfinite", candidate.names[broken[0]], f"{len(broken)} tensors of {name} hold NaN or "

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import declared_keys
-from mtpcheck.report.finding import Finding
+from mtpcheck.report.finding import Finding, Severity
 from mtpcheck.report.report import Component, Declared
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorMap
@@ -21,8 +21,12 @@ def component_of(part: str) -> str:
 
 
 def component_table(reference: TensorMap, candidate: TensorMap, findings: Iterable[Finding]) -> list[Component]:
-    """Every component that the reference has: tensors under the names of Hugging Face, bytes, and how they fared."""
-    affected = {n for f in findings if f.check.startswith("values.") and not f.source for n in (f.subject, *f.members)}
+    """Every component that the reference has: tensors under the names of Hugging Face, bytes, and how they fared.
+
+    ``findings`` are those of the comparison, before any were joined, since one names the part that differs.
+    """
+    bad = [f for f in findings if f.check.startswith("values.") and f.severity is Severity.FAILURE and not f.source]
+    affected = {f.part or f.subject for f in bad}
     table: dict[str, Component] = {}
     for row in reference.model.rows:
         stored = [part for part in row.parts if part in reference.parts or part in reference.packed]
@@ -31,7 +35,7 @@ def component_table(reference: TensorMap, candidate: TensorMap, findings: Iterab
         name = component_of(stored[0])
         own = table.get(name) or Component(name, 0, 0)
         missing = any(_is_lost(part, candidate) for part in stored)
-        differing = not missing and not affected.isdisjoint(_names(row, reference, candidate))
+        differing = bool(affected) and not missing and not affected.isdisjoint(_names(row, reference, candidate))
         table[name] = replace(
             own,
             tensors=own.tensors + 1,
@@ -40,7 +44,12 @@ def component_table(reference: TensorMap, candidate: TensorMap, findings: Iterab
             differing=own.differing + differing,
             missing=own.missing + missing,
         )
-    return list(table.values())
+    return sorted(table.values(), key=lambda own: _place(own.name))
+
+
+def _place(name: str) -> int:
+    """Embedding, decoder layers, what follows them, MTP layers."""
+    return next((n for n, lead in enumerate(("embed", "layers.", "", "mtp.")) if lead and name.startswith(lead)), 2)
 
 
 def _is_lost(part: str, candidate: TensorMap) -> bool:

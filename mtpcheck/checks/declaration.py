@@ -84,8 +84,12 @@ def compare_configs(
         yield note("declaration.config", a, f"spelled {b} now, with the same value")
     gone = [key for key in before if key not in after and key not in {a for a, _ in respelled}]
     new = [key for key in after if key not in before and key not in {b for _, b in respelled}]
+    nulls = {key for row in rows if row.equals is None for key in row.keys}
     for key in gone:
         if _last(key) in _VOLATILE:
+            continue
+        if before[key] is None and key in nulls:
+            yield note("declaration.config", key, "was null, and is left to its default, which is null")
             continue
         twin = _twin(key, before[key], new, after)
         where = f"{'moved' if _last(twin) == _last(key) else 'renamed'} to {twin}" if twin else "is gone"
@@ -113,10 +117,11 @@ def _list_length(key: str, before: list[Any], after: list[Any]) -> Finding:
 
 
 def _twin(key: str, value: Any, new: list[str], after: Mapping[str, Any]) -> str:
-    """The new key that a vanished one has become: of the same name elsewhere, or a unique one of the same value."""
+    """The new key that a vanished one has become: of the same name elsewhere, or a unique one of the same value. That
+    two are null tells nothing."""
     same = [other for other in new if _same(after[other], value)]
     moved = [other for other in same if _last(other) == _last(key)]
-    alone = same if len(same) == 1 else []
+    alone = same if len(same) == 1 and value is not None else []
     return next(iter(moved or alone), "")
 
 

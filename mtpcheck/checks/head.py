@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mtpcheck.compare import differs, is_zero
+from mtpcheck.compare import differs, only_zeros
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.sample import Floats, first_values
 from mtpcheck.tensormap import TensorMap, is_mtp
@@ -27,7 +27,7 @@ def check_head(tensor_map: TensorMap) -> Iterator[Finding]:
             layers.setdefault(".".join(part.split(".")[:2]), []).append(part)
     for name, parts in layers.items():
         sample = {part: first_values(tensor_map.parts[part], _SAMPLE) for part in parts}
-        matrices = [part for part in parts if len(tensor_map.parts[part].shape) > 1]
+        matrices = [part for part in parts if len(tensor_map.model.shapes[part]) > 1]
         yield from _alike(name, sample, matrices, tensor_map)
         yield from _same_experts(name, sample, matrices, tensor_map)
         yield from _rounded_bias(sample, tensor_map)
@@ -39,7 +39,7 @@ def check_head(tensor_map: TensorMap) -> Iterator[Finding]:
 def _alike(name: str, sample: dict[str, Floats], matrices: list[str], tensor_map: TensorMap) -> Iterator[Finding]:
     """Matrices that are one value throughout."""
     alike = [part for part in matrices if len(sample[part]) > 1 and (sample[part] == sample[part][0]).all()]
-    zeros = [part for part in alike if not sample[part][0] and is_zero(tensor_map.parts[part])]
+    zeros = [part for part in alike if not sample[part][0] and only_zeros(tensor_map.parts[part])]
     if zeros:
         finding = failure if len(zeros) == len(matrices) else warning
         what = f"{len(zeros)} of {len(matrices)} matrices of {name} are all zero"
@@ -54,7 +54,7 @@ def _same_experts(
     name: str, sample: dict[str, Floats], matrices: list[str], tensor_map: TensorMap
 ) -> Iterator[Finding]:
     first: dict[tuple[str, bytes], str] = {}
-    for part in (part for part in matrices if ".experts." in part and sample[part].any()):
+    for part in (part for part in matrices if ".experts." in part and np.count_nonzero(sample[part])):
         lead, _, rest = part.partition(".experts.")
         kind = lead + rest.partition(".")[2]
         other = first.setdefault((kind, sample[part].tobytes()), part)
@@ -68,7 +68,7 @@ def _same_experts(
 def _rounded_bias(sample: dict[str, Floats], tensor_map: TensorMap) -> Iterator[Finding]:
     for part, values in sample.items():
         wide = part.endswith(".router_bias") and tensor_map.parts[part].dtype == "F32"
-        if wide and len(values) >= _FEW and values.any() and not (values.view(np.uint32) & 0xFFFF).any():
+        if wide and len(values) >= _FEW and np.count_nonzero(values) and not (values.view(np.uint32) & 0xFFFF).any():
             what = f"is F32, and all of its {len(np.unique(values))} distinct values are bf16 values"
             yield warning("values.distinct", tensor_map.names[part], what, source=True,
                           cause="it was rounded once, which changes the choice of experts")  # fmt: skip
@@ -77,10 +77,11 @@ def _rounded_bias(sample: dict[str, Floats], tensor_map: TensorMap) -> Iterator[
 def _is_fresh(sample: dict[str, Floats], matrices: list[str]) -> bool:
     """Whether all norms are exactly one and all matrices look like N(0, σ) of one small σ."""
     norms = [values for part, values in sample.items() if part.endswith("norm")]
-    large = [sample[part].astype(np.float64) for part in matrices if len(sample[part]) == _SAMPLE]
-    if not norms or len(large) < 2 or not all((values == 1).all() for values in norms):
+    whole = [part for part in matrices if len(sample[part]) == _SAMPLE]
+    if not norms or len(whole) < 2 or not all((values == 1).all() for values in norms):
         return False
     with np.errstate(all="ignore"):  # any bits may stand there
+        large = [sample[part].astype(np.float64) for part in whole]
         widths = np.array([values.std() for values in large])
         tails = np.array([((values - values.mean()) ** 4).mean() / values.std() ** 4 for values in large])
         return bool(0 < widths.max() < 1.1 * widths.min() and (np.abs(tails - 3) < 0.5).all())

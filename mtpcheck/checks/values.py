@@ -61,12 +61,14 @@ def matching(
     findings: list[Finding] = []
     pairs: list[Pair] = []
     for key, name in names.items():
-        a, b = reference[key], candidate[key]
+        a, b, part = reference[key], candidate[key], "" if key == name else key
         if a.dtype != b.dtype:
-            findings.append(failure("values.dtype", name, "the dtype changed", expected=a.dtype, got=b.dtype))
+            what = "the dtype changed"
+            findings.append(failure("values.dtype", name, what, expected=a.dtype, got=b.dtype, part=part))
         elif a.shape != b.shape:
             what = "the rank changed" if len(a.shape) != len(b.shape) else "the shape changed"
-            findings.append(failure("values.shape", name, what, expected=str(list(a.shape)), got=str(list(b.shape))))
+            shapes = str(list(a.shape)), str(list(b.shape))
+            findings.append(failure("values.shape", name, what, expected=shapes[0], got=shapes[1], part=part))
         else:
             pairs.append((key, a, b))
     return findings, pairs
@@ -92,6 +94,7 @@ def _differing(name: str, key: str, a: TensorRef, b: TensorRef, difference: Diff
     return failure(
         "values.bits", name, message, where=b.plan.place_of(index),
         expected=describe(a.dtype, difference.expected), got=describe(a.dtype, difference.got),
+        part="" if key == name else key,
     )  # fmt: skip
 
 

@@ -81,7 +81,6 @@ def _entries(
     prefixes: tuple[str, ...],
 ) -> tuple[dict[str, TensorRef], dict[str, tuple[int, int]]]:
     """Weights of the model by name, and what else there is."""
-    prefix = _prefix(entries, prefixes)
     tensors: dict[str, TensorRef] = {}
     passed_over: dict[str, tuple[int, int]] = {}
     for key, entry in entries.items():
@@ -91,10 +90,11 @@ def _entries(
             count, nbytes = passed_over.get(kind, (0, 0))
             passed_over[kind] = (count + 1, nbytes + sum(item.length for _, item in own))
         elif not key.startswith(_COMMON_STATE):
-            name = key.removeprefix(prefix)
+            name = _unwrapped(key, prefixes)
             if name in tensors:
                 raise FormatError(
-                    f"{folder / '.metadata'}: {name} is stored twice, with and without {prefix!r} before it"
+                    f"{folder / '.metadata'}: {name} is stored twice, with and without a wrapper such as "
+                    f"{prefixes[0]!r} before it"
                 )
             tensors[name] = _tensor(folder, key, entry, own)
     return tensors, passed_over
@@ -143,17 +143,14 @@ def _items(folder: Path, metadata: Any) -> dict[str, list[tuple[Shape | None, It
     return items
 
 
-def _prefix(entries: Mapping[str, Any], prefixes: tuple[str, ...]) -> str:
-    """Wrapper names in front of the model's keys (``module.``, ``model.module.``), often none."""
-    anchor = "embedding.word_embeddings.weight"
-    for key in entries:
-        if key.endswith(anchor) and not key.startswith(_TRAINING):
-            lead = rest = key.removesuffix(anchor)
-            while match := next((p for p in prefixes if rest.startswith(p)), None):
-                rest = rest.removeprefix(match)
-            if not rest:
-                return lead
-    return ""
+def _unwrapped(key: str, prefixes: tuple[str, ...]) -> str:
+    """A key without wrapper names before it (``module.``, ``model.module.``), often as it is.
+
+    Key by key: a wrapper around the language model may leave its MTP layers outside.
+    """
+    while lead := next((prefix for prefix in prefixes if key.startswith(prefix)), None):
+        key = key.removeprefix(lead)
+    return key
 
 
 def _passed_over(key: str, entry: Any) -> str:

@@ -28,7 +28,7 @@ def lines(columns: Sequence[Column]) -> Iterator[str]:
     lengths = "".join(f"{column.overall.mean_length:>{w}.3f}" for column, w in zip(columns, wide, strict=True))
     yield f"{'mean length':<{width}}{'':>7}{lengths}"
     if len(columns) > 1:
-        same = ["", *(_same(first, column) for column in columns[1:])]
+        same = ["", *(likeness(first, column) for column in columns[1:])]
         yield f"{'logits':<{width}}{'':>7}" + "".join(f"{text:>{w}}" for text, w in zip(same, wide, strict=True))
     yield from without(first)
 
@@ -81,7 +81,8 @@ def _rates(name: str, rates: Sequence[Rate], width: int, wide: Sequence[int]) ->
     return f"{name:<{width}}{rates[0].drafted:>7,}{values}  {low:.3f} – {high:.3f}"
 
 
-def _same(first: Column, column: Column) -> str:
+def likeness(first: Column, column: Column) -> str:
+    """Whether a checkpoint drafts the very bits that the first one does."""
     if column.same_as:
         return "same bytes"
     return "bit-equal" if column.digests == first.digests else "DIFFER"

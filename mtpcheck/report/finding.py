@@ -25,7 +25,8 @@ class Finding:
     ``check`` is a stable id of ``configs/checks.yaml``; ``subject`` the tensor, part or config key, or in words what
     the ``members`` have in common where one cause explains many; ``where`` the file, with the byte or the line if
     there is one. ``cause`` tells what happened, ``cause_id`` is its id in ``configs/causes.yaml`` where it was
-    confirmed bit for bit. ``source``: a fault of the source or reference itself, which no conversion made.
+    confirmed bit for bit. ``source``: a fault of the source or reference itself, which no conversion made. ``part``:
+    our own name of what was compared, where that is not the subject whole.
     """
 
     check: str
@@ -40,6 +41,7 @@ class Finding:
     cause_id: str = ""
     members: tuple[str, ...] = ()
     source: bool = False
+    part: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For machines: what is set; all strings but ``members`` and ``source``."""

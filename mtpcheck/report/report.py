@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from mtpcheck.draft.writing import Written
 
 Status = Literal["passed", "failed", "skipped", "unjudged"]
+Verdict = Literal["holds", "fails", "could not judge"]
+EXIT_CODES: Mapping[Verdict, int] = {"fails": FAILS, "could not judge": COULD_NOT_JUDGE, "holds": HOLDS}
+"""Worst first."""
 
 
 @lru_cache(maxsize=1)
@@ -69,9 +72,13 @@ class Declared:
         return self.before == self.after
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """Everything a renderer needs. ``summary`` is one line on what was judged."""
+    """Everything a renderer needs. ``summary`` is one line on what was judged.
+
+    True if everything holds, so that ``assert verify(a, b)`` is a test; ``str`` tells the verdict and the first
+    findings, ``repr`` as much as fits a line.
+    """
 
     command: str
     subjects: list[str]
@@ -89,6 +96,19 @@ class Report:
     """What each checkpoint drafts; the first is the one that the others are held against."""
     written: list[Written] = field(default_factory=list)
     """What the model wrote with its drafts."""
+
+    def __bool__(self) -> bool:
+        return self.verdict == "holds"
+
+    def __str__(self) -> str:
+        from mtpcheck.report.words import in_brief
+
+        return in_brief(self)
+
+    def __repr__(self) -> str:
+        from mtpcheck.report.words import in_a_line
+
+        return in_a_line(self)
 
     def add(self, group: str, findings: Iterable[Finding], detail: str) -> None:
         """Record that a group ran. It fails if any of its findings is a failure."""
@@ -119,18 +139,51 @@ class Report:
         return [f for f in self.findings if f.severity is Severity.FAILURE]
 
     @property
-    def verdict(self) -> Literal["holds", "fails", "could not judge"]:
+    def source_faults(self) -> list[Finding]:
+        """What is wrong with the source or reference itself."""
+        return [f for f in self.findings if f.source and f.severity is not Severity.NOTE]
+
+    @property
+    def verdict(self) -> Verdict:
         if self.failures:
             return "fails"
         return "could not judge" if any(check.status == "unjudged" for check in self.checks) else "holds"
 
     @property
     def exit_code(self) -> int:
-        return {"holds": HOLDS, "fails": FAILS, "could not judge": COULD_NOT_JUDGE}[self.verdict]
+        return EXIT_CODES[self.verdict]
 
     @property
     def skipped(self) -> list[str]:
         return [check.group for check in self.checks if check.status == "skipped"]
+
+
+@dataclass
+class Cases:
+    """What one command found in several cases, each of them a report. ``subjects``: what named the cases."""
+
+    command: str
+    subjects: list[str]
+    reports: list[Report]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all; a failure is sure, whatever else could not be judged."""
+        verdicts = {report.verdict for report in self.reports}
+        return next((verdict for verdict in EXIT_CODES if verdict in verdicts), "holds")
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """What there is to render of a command that ended in an error before there was a report."""
+
+    command: str
+    subjects: list[str]
+    sentence: str
 
 
 def of_group(findings: Iterable[Finding], group: str) -> list[Finding]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.text import Text
 
 from mtpcheck.report import drafts
 from mtpcheck.report.finding import Finding, Severity, printable
-from mtpcheck.report.report import Report
+from mtpcheck.report.report import Cases, Check, Report, Status, Verdict
+from mtpcheck.report.words import details, listed, source_heading, told_apart, verdict, verdict_of_cases
 
 _MARKS = {
     "passed": ("✓", "green"),
@@ -17,7 +20,10 @@ _MARKS = {
 }
 _LEADS = {"skipped": "not run: ", "unjudged": "could not judge: "}
 _STYLES = {Severity.FAILURE: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+_WORDS = {"holds": "bold green", "fails": "bold red", "could not judge": "bold yellow"}
+_STATUSES: Mapping[Verdict, Status] = {"holds": "passed", "fails": "failed", "could not judge": "unjudged"}
 _SHOWN = 20
+_MEMBERS = 5
 
 
 def render(report: Report, console: Console, verbose: bool = False) -> None:
@@ -26,9 +32,7 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
     console.print(Text(report.summary))
     console.print()
     for check in report.checks:
-        mark, style = _MARKS[check.status]
-        detail = _LEADS.get(check.status, "") + check.detail
-        console.print(Text.assemble("  ", (mark, style), f" {check.group:<12} {detail}"))
+        _render_check(check, console)
     for line in report.notes:
         console.print(Text(printable(f"    {line}")))
     if report.acceptance:
@@ -39,18 +43,66 @@ def render(report: Report, console: Console, verbose: bool = False) -> None:
         console.print()
         for line in drafts.written(report.written):
             console.print(Text(printable(f"    {line}")))
-    shown = [f for f in report.findings if verbose or f.severity is not Severity.NOTE]
-    for finding in shown if verbose else shown[:_SHOWN]:
-        console.print()
-        render_finding(finding, console)
-    if not verbose and len(shown) > _SHOWN:
-        console.print(f"\n  … and {len(shown) - _SHOWN} more (-v shows all)")
+    render_findings(report, console, verbose)
     console.print()
-    console.print(_verdict(report))
+    word, rest = verdict(report)
+    console.print(Text.assemble((word, _WORDS[report.verdict]), rest))
 
 
-def render_finding(finding: Finding, console: Console) -> None:
-    """Print one finding: what, expected and got, cause, what to do, where."""
+def render_cases(cases: Cases, console: Console, verbose: bool = False) -> None:
+    """Print one line for each case, then what there is to say of those that fail; of all, if ``verbose``."""
+    console.print(Text(printable(f"mtpcheck {cases.command} {' '.join(cases.subjects)}"), style="bold"))
+    console.print()
+    names = [printable(" ".join(report.subjects)) for report in cases.reports]
+    width = max(map(len, names))
+    for name, report in zip(names, cases.reports, strict=True):
+        mark, style = _MARKS[_STATUSES[report.verdict]]
+        console.print(Text.assemble("  ", (mark, style), f" {name:<{width}}  ", "".join(verdict(report))))
+    for name, report in zip(names, cases.reports, strict=True):
+        if verbose or report.verdict != "holds" or any(f.severity is Severity.WARNING for f in report.findings):
+            console.print()
+            console.print(Text(f"{name}: {printable(report.summary)}", style="bold"))
+            _render_case(report, console, verbose)
+    console.print()
+    word, rest = verdict_of_cases(cases)
+    console.print(Text.assemble((word, _WORDS[cases.verdict]), rest))
+
+
+def _render_case(report: Report, console: Console, verbose: bool) -> None:
+    for check in report.checks:
+        if verbose or check.status in ("failed", "unjudged"):
+            _render_check(check, console)
+    for line in report.notes if verbose or report.verdict != "holds" else ():
+        console.print(Text(printable(f"    {line}")))
+    for line in drafts.lines(report.acceptance) if verbose and report.acceptance else ():
+        console.print(Text(printable(f"    {line}")))
+    render_findings(report, console, verbose)
+
+
+def _render_check(check: Check, console: Console) -> None:
+    mark, style = _MARKS[check.status]
+    detail = printable(_LEADS.get(check.status, "") + check.detail)
+    console.print(Text.assemble("  ", (mark, style), f" {check.group:<12} {detail}"))
+
+
+def render_findings(report: Report, console: Console, verbose: bool) -> None:
+    """Print the findings, those of the source itself apart. Notes only if ``verbose``."""
+    for findings, heading in zip(told_apart(report), ("", source_heading(report)), strict=True):
+        _render_all([f for f in findings if verbose or f.severity is not Severity.NOTE], heading, console, verbose)
+
+
+def _render_all(findings: list[Finding], heading: str, console: Console, verbose: bool) -> None:
+    if findings and heading:
+        console.print(f"\n  {heading}:")
+    for finding in findings if verbose else findings[:_SHOWN]:
+        console.print()
+        render_finding(finding, console, verbose)
+    if not verbose and len(findings) > _SHOWN:
+        console.print(f"\n  … and {len(findings) - _SHOWN:,} more (-v shows all)")
+
+
+def render_finding(finding: Finding, console: Console, verbose: bool = False) -> None:
+    """Print one finding: what, expected and got, cause, what to do, where, and the first of its members."""
     head = Text.assemble(
         "  ",
         (finding.severity.upper(), _STYLES[finding.severity]),
@@ -58,30 +110,14 @@ def render_finding(finding: Finding, console: Console) -> None:
         (printable(finding.subject), "bold"),
     )
     console.print(head)
-    lines = [finding.message]
-    if finding.expected or finding.got:
-        both = [("expected", finding.expected), ("got", finding.got)]
-        lines.append("   ".join(f"{name} {value}" for name, value in both if value))
-    lines += [f"cause: {finding.cause}"] * bool(finding.cause)
-    lines += [f"to do: {finding.todo}"] * bool(finding.todo)
-    lines += [f"in {finding.where}"] * bool(finding.where)
+    told = details(finding)
+    both = [f"{name} {told.pop(name)}" for name in ("expected", "got") if name in told]
+    lines = [finding.message, *(["   ".join(both)] if both else [])]
+    lines += [f"in {text}" if name == "in" else f"{name}: {text}" for name, text in told.items()]
     for line in lines:
         console.print(Text("    " + printable(line)))
-
-
-def _verdict(report: Report) -> Text:
-    skipped = f"; not judged: {', '.join(report.skipped)}" if report.skipped else ""
-    if report.verdict == "holds":
-        warnings = sum(1 for f in report.findings if f.severity is Severity.WARNING)
-        noted = f", {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-        return Text.assemble(("HOLDS", "bold green"), noted, skipped)
-    if report.verdict == "could not judge":
-        why = ", ".join(dict.fromkeys(check.group for check in report.checks if check.status == "unjudged"))
-        return Text.assemble(("COULD NOT JUDGE", "bold yellow"), f": {why}", skipped)
-    count = len(report.failures)
-    return Text.assemble(("FAILS", "bold red"), f": {count} failure{'s' * (count != 1)}", skipped)
-
-
-def verdict_line(report: Report) -> str:
-    """The one line of ``--quiet``."""
-    return _verdict(report).plain
+    members = finding.members if verbose else listed(finding.members, _MEMBERS)
+    if members:
+        console.print(f"    {len(finding.members):,} in all:")
+    for member in members:
+        console.print(Text("      - " + printable(member)))
