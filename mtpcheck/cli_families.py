@@ -1,7 +1,8 @@
-"""The command ``families check``, registered in ``cli.py``."""
+"""The commands ``families`` and ``families check``, registered in ``cli.py``."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,11 +10,25 @@ import typer
 
 from mtpcheck.errors import FAILS, HOLDS
 
-app = typer.Typer(no_args_is_help=True, help="Family files: what mtpcheck knows of models.")
+app = typer.Typer(help="What is supported; and family files of your own, checked.")
 
 
-@app.callback()
-def _root() -> None: ...
+@app.callback(invoke_without_command=True)
+def families(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/families.md.")] = False,
+) -> int:
+    """What is supported: layouts, copies, acceptance and sources of every family; and what is not yet.
+
+    A family of your own: mtpcheck families check FILE, then --family FILE with any command.
+    """
+    from mtpcheck import listing
+
+    if context.invoked_subcommand is None:
+        said = json.dumps(listing.as_dict(), indent=2) if as_json else listing.text()
+        typer.echo(listing.markdown() if markdown and not as_json else said, nl=not markdown)
+    return HOLDS
 
 
 @app.command()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import is_zero
+from mtpcheck.constant import check_constants
 from mtpcheck.dtypes import as_declared
 from mtpcheck.encoding import CODES, activation_names, block_of, code_again, scale_names
 from mtpcheck.facts import config_from_facts
@@ -98,7 +99,7 @@ def _write(
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
-    return [*findings, *rounded(tensor_map), *padding_findings(tensor_map, 0)]
+    return [*findings, *rounded(tensor_map), *check_constants(tensor_map), *padding_findings(tensor_map, 0)]
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:

@@ -36,17 +36,68 @@ class ConfigRow:
     """The key under which its keys lie."""
     rule: str = ""
     """One of CONFIG_RULES, where the value is not the fact itself."""
+    forms: tuple[tuple[str, Form], ...] = ()
+    """Spellings whose value is not the fact itself, by key."""
 
-    def fact_of(self, value: Any, facts: Mapping[str, Any]) -> Any:
-        """The fact that a value says. Raises UnsupportedError if the rule cannot read it."""
+    def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
+        """The fact that the value of one spelling says. Raises UnsupportedError or FormatError if it says none."""
+        if form := dict(self.forms).get(key.removeprefix(f"{self.lead}.")):
+            return value if value is None else form.fact_of(key, value, facts)
         return CONFIG_RULES[self.rule][0](value, facts) if self.rule else value
 
-    def value_of(self, fact: Any) -> Any:
+    def value_of(self, key: str, fact: Any, facts: Mapping[str, Any]) -> Any:
+        """The inverse: what one spelling has for a fact."""
+        if form := dict(self.forms).get(key.removeprefix(f"{self.lead}.")):
+            return fact if fact is None else form.value_of(fact, facts)
         return CONFIG_RULES[self.rule][1](fact) if self.rule else fact
 
     def within(self, lead: str) -> ConfigRow:
         """The row for a config that keeps the keys of the text model under ``lead``, and some at the top as well."""
         return replace(self, keys=(*(f"{lead}.{key}" for key in self.keys), *self.keys), lead=lead) if lead else self
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one spelling says a fact. With ``of`` it is that fact's multiple by ours. Else it is a list of one entry a
+    layer: with ``first`` it counts so many layers of that kind, ``then`` only the other; ``kinds`` are its entries for
+    the neutral ones. Entries of MTP layers may follow, and are passed over."""
+
+    kinds: tuple[tuple[Any, Any], ...] = ()
+    first: Any = None
+    then: Any = None
+    of: str = ""
+
+    def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
+        if self.of:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not facts.get(self.of):
+                raise FormatError(f"config.json: {key} is {value!r}, expected a share of {self.of}")
+            return value / facts[self.of]
+        value = of_layers(value, facts) if isinstance(value, list) else value
+        theirs = [kind for _, kind in self.kinds] or [self.first, self.then]
+        if not isinstance(value, list) or any(entry not in theirs for entry in value):
+            raise FormatError(f"config.json: {key} is {value!r}, expected a list of {', '.join(map(repr, theirs))}")
+        if self.kinds:
+            return [next(ours for ours, entry in self.kinds if entry == found) for found in value]
+        count = value.index(self.then) if self.then in value else len(value)
+        if value != self.value_of(count, {"layers": len(value)}):
+            raise UnsupportedError(f"config.json: {key} is {value!r}; layers of {self.first!r} must come first")
+        return count
+
+    def value_of(self, fact: Any, facts: Mapping[str, Any]) -> Any:
+        if self.of:
+            return round(fact * facts[self.of])
+        if self.kinds:
+            return [dict(self.kinds)[entry] for entry in fact]
+        return [self.first] * fact + [self.then] * (facts["layers"] - fact)
+
+
+def _forms(what: str, table: Mapping[str, Any]) -> tuple[tuple[str, Form], ...]:
+    lists = []
+    for key, entry in table.items():
+        check_keys(f"{what}: {key}", entry, {"first", "then", "kinds", "of"})
+        kinds = tuple(entry.get("kinds", {}).items())
+        lists.append((key, Form(kinds, entry.get("first"), entry.get("then"), entry.get("of", ""))))
+    return tuple(lists)
 
 
 def _spellings(key: str) -> tuple[str, ...]:
@@ -57,11 +108,12 @@ def config_rows(what: str, table: Mapping[str, Any]) -> tuple[ConfigRow, ...]:
     rows = []
     for key, entry in table.items():
         entry = {"fact": entry} if isinstance(entry, str) else entry
-        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule"})
+        check_keys(f"{what}: {key}", entry, {"fact", "default", "is", "none", "rule", "forms"})
         given = {name: entry.get(name, MISSING) for name in ("default", "none")}
         if entry.get("rule", "") not in ("", *CONFIG_RULES):
             raise FamilyError(f"{what}: {key}: unknown rule {entry['rule']!r}")
         given["rule"] = entry.get("rule", "")
+        given["forms"] = _forms(f"{what}: {key}", entry.get("forms", {}))
         rows.append(ConfigRow(_spellings(key), entry.get("fact"), equals=entry.get("is", MISSING), **given))
     return tuple(rows)
 
@@ -129,7 +181,11 @@ def facts_from_config(
                 raise UnsupportedError(f"config.json: {' or '.join(row.keys)} is missing")
             facts[row.fact] = default_of(row, facts)
         else:
-            facts[row.fact] = row.fact_of(found, facts)
+            facts[row.fact] = row.fact_of(key, found, facts)
+            for other in row.keys if row.forms else ():
+                said = lookup(config, other)
+                if said not in (MISSING, None) and row.fact_of(other, said, facts) != facts[row.fact]:
+                    raise UnsupportedError(f"config.json: {key} is {found!r}, but {other} is {said!r}")
         _check_count(f"config.json: {key}", row.fact, facts)
     return facts
 
@@ -147,7 +203,7 @@ def _check_count(what: str, fact: str | None, facts: Mapping[str, Any]) -> None:
 def default_of(row: ConfigRow, facts: Mapping[str, Any]) -> Any:
     """A default is a plain value, or an expression over facts already known."""
     if row.rule:
-        return row.fact_of(row.default, facts)
+        return row.fact_of(row.keys[0], row.default, facts)
     if isinstance(row.default, str) and row.fact != "dtype":
         return facts.get(row.default) if row.default.isidentifier() else evaluate(row.default, facts)
     return row.default
@@ -181,31 +237,32 @@ def config_from_facts(
         present = [key for key in row.keys if lookup(config, key) is not MISSING]
         for key in present:
             before = lookup(config, key)
-            if isinstance(before, list) and of_layers(before, facts) == of_layers(value, facts):
-                value = before
+            own = row.value_of(key, value, facts) if value is not MISSING else value
+            if isinstance(before, list) and of_layers(before, facts) == of_layers(own, facts):
+                own = before
             unsaid = lookup(config, key) in (None, row.none) and value == default
             if not unsaid and value is not MISSING:
-                store(config, key, value)
+                store(config, key, own)
         plain = original is None and "." not in row.keys[0].removeprefix(f"{row.lead}.")
         if not present and value is not MISSING and (plain or value != default):
-            store(config, row.keys[0], value)
+            store(config, row.keys[0], row.value_of(row.keys[0], value, facts))
     return config
 
 
 def _store_ruled(config: dict[str, Any], row: ConfigRow, fact: Any, default: Any, facts: Mapping[str, Any]) -> None:
     """Set the key of a row with a rule. Keys that say the fact in their own way are left as they are."""
     present = [key for key in row.keys if lookup(config, key) not in (MISSING, None)]
-    same = all(_says(row, lookup(config, key), fact, facts) for key in present)
+    same = all(_says(row, key, lookup(config, key), fact, facts) for key in present)
     if fact is MISSING or fact is None or (same and (present or fact == default)):
         return
     for key in present:
         store(config, key, MISSING)
-    store(config, row.keys[0], row.value_of(fact))
+    store(config, row.keys[0], row.value_of(row.keys[0], fact, facts))
 
 
-def _says(row: ConfigRow, value: Any, fact: Any, facts: Mapping[str, Any]) -> bool:
+def _says(row: ConfigRow, key: str, value: Any, fact: Any, facts: Mapping[str, Any]) -> bool:
     try:
-        return bool(row.fact_of(value, facts) == fact)
+        return bool(row.fact_of(key, value, facts) == fact)
     except UnsupportedError:  # of another number of layers
         return False
 

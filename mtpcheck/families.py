@@ -67,7 +67,7 @@ def _read(file: Path) -> Family:
 def _prove(family: Family) -> None:
     """That Megatron has a place for every part, and that the declaration is one that serving engines know."""
     for key in family.declared_by:
-        if key.rpartition(".")[2] not in mtp_keys():
+        if key.rsplit(".", 1)[-1] not in mtp_keys():
             raise FamilyError(f"mtp: declared: {key!r} is none of {', '.join(sorted(mtp_keys()))} (mtp_keys.yaml)")
     for model in specimens(family):
         prove_complete(load_dialect(), model, "te")

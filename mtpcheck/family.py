@@ -6,7 +6,7 @@ facts that hold for every member. ``Model`` is a family at one size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -19,11 +19,19 @@ from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import ConfigRow, config_rows, holds
 from mtpcheck.rows import PartShape, Row, prove_invertible
 
-_FAMILY_KEYS = {"extends", "match", "trunk", "text", "beside", "outside", "decoder", "mtp", "facts", "config"}
-_MTP_KEYS = {"prefix", "own", "blocks", "declared", "counted", "fed", "passed_on", "norm", "separate"}
+_FAMILY_KEYS = {
+    "extends", "match", "trunk", "modules", "text", "beside", "outside", "decoder", "spelled", "mtp", "facts", "config",
+    "specimen", "about",
+}  # fmt: skip
+_MTP_KEYS = {
+    "prefix", "own", "layer", "blocks", "spelled", "declared", "counted", "fed", "passed_on", "norm", "separate",
+}  # fmt: skip
 _KEYS_OF = {"match": {"model_type", "architectures"}, "decoder": {"prefix", "blocks"}, "mtp": _MTP_KEYS}
 _NEEDED = {**_KEYS_OF, "mtp": {"prefix", "own", "blocks", "declared"}}
-_BLOCK_KEYS = {"each", "parts", "when", "hf", "either", "copies", "facts", "config", "quantized"}
+_BLOCK_KEYS = {
+    "extends", "each", "parts", "when", "hf", "either", "copies", "constant", "facts", "config", "quantized",
+}  # fmt: skip
+_ROW_KEYS = {"join", "chain", "axis", "stacked"}
 BESIDE = "beside."
 
 
@@ -45,6 +53,13 @@ class Block:
     either: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other spellings of the same parts by the fact (or ``not`` it) that makes each the usual one; a checkpoint that
     has a tensor of another is spelled so."""
+    constant: Mapping[str, float] = field(default_factory=dict)
+    """Parts that HF does not store, and what every element of them is."""
+
+    def spelled(self, names: Mapping[str, str]) -> Block:
+        """The block where HF names begin otherwise; of several beginnings that fit, the longest counts."""
+        either = {when: _respelled(table, names) for when, table in self.either.items()}
+        return replace(self, hf=_respelled(self.hf, names), either=either)
 
     def present(self, facts: Mapping[str, Any]) -> list[str]:
         return [part for part in self.parts if part not in self.when or holds(self.when[part], facts)]
@@ -57,7 +72,12 @@ def load_block(name: str, home: Path | None = None) -> Block:
     if not path.is_file():
         raise FamilyError(f"block {name!r}: no file {path}")
     table = load(path)
+    check_keys(str(path), table, _BLOCK_KEYS)
+    if base := table.get("extends"):
+        table = {**load(_file(home, "blocks", str(base))), **table}
     check_keys(str(path), table, _BLOCK_KEYS, needed={"parts", "hf"})
+    for row, made_of in table["hf"].items():
+        check_keys(f"{path}: {row}", made_of if isinstance(made_of, dict) else {}, _ROW_KEYS)
     return Block(
         name=name,
         parts=table["parts"],
@@ -69,7 +89,20 @@ def load_block(name: str, home: Path | None = None) -> Block:
         config=config_rows(str(path), table.get("config", {})),
         quantized=tuple(table.get("quantized", ())),
         either=table.get("either", {}),
+        constant=table.get("constant", {}),
     )
+
+
+def _respelled(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    def own(name: str) -> str:
+        longest = max((start for start in names if f"{name}.".startswith(f"{start}.")), key=len, default="")
+        return names[longest] + name.removeprefix(longest) if longest else name
+
+    return {own(name): made_of for name, made_of in table.items()}
+
+
+def _numbered(name: str, names: Mapping[str, Any]) -> str:
+    return expand(name, names) if "{" in name else name
 
 
 def _file(home: Path | None, kind: str, name: str) -> Path:
@@ -91,6 +124,8 @@ class Model:
     shapes: dict[str, PartShape] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    """Parts that HF does not store, and the value that all their elements have."""
     layers: dict[str, list[str]] = field(default_factory=dict)
     """Layer (``layers.3``, ``mtp.0``) → its parts, named within the layer."""
 
@@ -109,11 +144,12 @@ class Model:
             parts = form.get("join") or form["chain"]
             if all(part in present for part in parts):
                 own = [[lead + one for one in _each(part, block.each, names)] for part in parts]
-                hf_names = [hf_lead + name for name in _each(template, block.each, names)]
+                hf_names = [hf_lead + _numbered(name, names) for name in _each(template, block.each, names)]
                 self.rows.extend(_rows(hf_names, own, form, f"blocks/{block.name}.yaml: {template}"))
         for part, copy in block.copies.items():
             if "when" not in copy or self.facts.get(copy["when"]):
                 self.copies[lead + part] = copy["of"]
+        self.constants.update({lead + part: value for part, value in block.constant.items()})
 
     def _chosen(self, block: Block, lead: str, names: Mapping[str, Any]) -> Mapping[str, Any]:
         """The one of a block's other spellings that is stored, else the usual one."""
@@ -175,8 +211,16 @@ class Family:
     stands in names where a text model has ``model``."""
     beside: tuple[str, ...]
     """How names of tensors begin that belong to no text model."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names as blocks have them → as this family has them."""
+    specimen: Mapping[str, Any] = field(default_factory=dict)
+    """Values, for proofs, of facts that no other family has; what is true here is an option and proved both ways."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of a decoder layer's names as transformers has them in memory → as files have them."""
     home: Path | None = None
     """The folder of tables that its blocks come from, if it is not mtpcheck's own."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """For ``mtpcheck families``: ``models``, ``sources``, how the ``megatron`` side is known, why it is ``not_run``."""
 
     @property
     def _declaration(self) -> ConfigRow:
@@ -191,13 +235,14 @@ class Family:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        named = [_block_name(entry) for entry in (*self.outside, *self.decoder["blocks"], *self.mtp["blocks"])]
-        return tuple(load_block(name, self.home) for name in named)
+        entries = (*self.outside, *self.decoder["blocks"], *self.mtp.get("layer", ()), *self.mtp["blocks"])
+        return tuple(load_block(name, self.home) for name in dict.fromkeys(map(_block_name, entries)))
 
     @cached_property
     def all_config(self) -> tuple[ConfigRow, ...]:
-        """Config rows of the family and of all its blocks."""
-        rows = (*(row for block in self.blocks for row in block.config), *self.config)
+        """Config rows of the family and of all its blocks; of these none of a fact that the family tells or fixes."""
+        told = {*(row.fact for row in self.config if row.fact), *self.fixed}
+        rows = (*(row for block in self.blocks for row in block.config if row.fact not in told), *self.config)
         distinct = (row for i, row in enumerate(rows) if row not in rows[:i])
         return (*(row.within(self.text.get("config", "")) for row in distinct), self._declaration)
 
@@ -212,7 +257,9 @@ class Family:
 
     @cached_property
     def all_fixed(self) -> dict[str, Any]:
-        return {**{k: v for block in self.blocks for k, v in block.facts.items()}, **self.fixed}
+        """Facts that every member shares: what a config row of the family tells is none, whatever blocks say."""
+        told = {row.fact for row in self.config}
+        return {**{k: v for block in self.blocks for k, v in block.facts.items() if k not in told}, **self.fixed}
 
     def model(self, facts: Mapping[str, Any]) -> Model:
         """All parts and HF rows at the size that ``facts`` give, with ``mtp_stored`` MTP layers.
@@ -227,31 +274,34 @@ class Family:
     def trunk(self, facts: Mapping[str, Any], stored: Collection[str] = ()) -> Model:
         """The model without MTP layers, spelled as in an HF checkpoint of these names."""
         model = Model(self.name, facts, stored)
-        for name in self.outside:
-            model.add(load_block(name, self.home), "", "", facts)
+        for block in self._chosen(self.outside, facts, self.spelled):
+            model.add(block, "", "", facts)
         model.rows[:] = [replace(row, name=self.in_release(row.name)) for row in model.rows]
         for k in range(facts["layers"]):
             names = {**facts, "k": k}
-            for block in self._chosen(self.decoder["blocks"], names):
+            for block in self._chosen(self.decoder["blocks"], names, self.spelled):
                 model.add(block, f"layers.{k}", expand(self.decoder["prefix"], names), names)
         return model
 
     def add_mtp_layer(self, model: Model, i: int) -> None:
-        """An MTP layer is a decoder layer, placed after the last one, and the blocks that only it has."""
+        """An MTP layer is a decoder layer, placed after the last one unless the family says which blocks it is made of,
+        and the blocks that only it has."""
         names = {**model.facts, "i": i, "k": model.facts["layers"] + i}
         own = self.mtp["own"] if isinstance(self.mtp["own"], list) else [self.mtp["own"]]
-        for block in self._chosen(self.decoder["blocks"], names):
+        spelled = {**self.spelled, **self.mtp.get("spelled", {})}
+        for block in self._chosen(self.mtp.get("layer", self.decoder["blocks"]), names, spelled):
             model.add(block, f"mtp.{i}", expand(self.mtp["prefix"], names), names)
-        for block in self._chosen(self.mtp["blocks"], names):
+        for block in self._chosen(self.mtp["blocks"], names, spelled):
             model.add(block, f"mtp.{i}", expand(own[min(i, len(own) - 1)], names), names)
 
-    def _chosen(self, entries: list[Any], names: Mapping[str, Any]) -> list[Block]:
-        """Blocks of one layer; ``{block: condition}`` entries only where the condition holds."""
-        return [
+    def _chosen(self, entries: Sequence[Any], names: Mapping[str, Any], spelled: Mapping[str, str]) -> list[Block]:
+        """Blocks of one layer, as the family spells them; ``{block: condition}`` only where the condition holds."""
+        chosen = [
             load_block(_block_name(entry), self.home)
             for entry in entries
             if isinstance(entry, str) or evaluate(next(iter(entry.values())), names)
         ]
+        return [block.spelled(spelled) for block in chosen] if spelled else chosen
 
 
 def _block_name(entry: str | dict[str, str]) -> str:
@@ -260,12 +310,32 @@ def _block_name(entry: str | dict[str, str]) -> str:
 
 @lru_cache(maxsize=64)
 def load_family(name: str) -> Family:
-    """A family by its file name. Raises FamilyError, naming the nearest, if there is none."""
+    """A family by its name, or by a YAML file of one's own, which is known by its name from then on.
+
+    Raises FamilyError, naming the nearest, if there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return _own_family(Path(name).resolve())
+    if name in _OWN:
+        return _OWN[name]
     if name not in family_names():
         near = get_close_matches(name, family_names(), n=1, cutoff=0.3)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise FamilyError(f"unknown family {name!r}{hint} (known: {', '.join(family_names())})")
     return read_family(configs() / "families" / f"{name}.yaml")
+
+
+_OWN: dict[str, Family] = {}
+"""Families from files of one's own, by name."""
+
+
+def _own_family(path: Path) -> Family:
+    if not path.is_file():
+        raise FamilyError(f"{path}: no such family file")
+    if path.stem in family_names():
+        raise FamilyError(f"{path}: {path.stem} is a family of mtpcheck's own; give the file another name")
+    _OWN[path.stem] = read_family(path, path.parent.parent)
+    return _OWN[path.stem]
 
 
 def read_family(path: Path, home: Path | None = None) -> Family:
@@ -287,17 +357,32 @@ def read_family(path: Path, home: Path | None = None) -> Family:
         trunk_type=table.get("trunk", _listed(table["match"]["model_type"])[0]),
         text=table.get("text", {}),
         beside=tuple(table.get("beside", ())),
+        spelled=table.get("spelled", {}),
+        specimen=table.get("specimen", {}),
+        modules=table.get("modules", {}),
         home=home,
+        about=table.get("about", {}),
     )
+    _check_spelled(family)
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)
     return family
 
 
+def _check_spelled(family: Family) -> None:
+    """Raise FamilyError for a beginning that no name of the family's blocks has."""
+    names = [name + "." for block in family.blocks for name in block.hf]
+    for start in (*family.spelled, *family.mtp.get("spelled", {})):
+        if not any(name.startswith(start + ".") for name in names):
+            raise FamilyError(f"families/{family.name}.yaml: spelled: no name of its blocks begins with {start!r}")
+
+
 def specimens(family: Family) -> tuple[Model, Model]:
     """The family at the smallest size, with every option on and with every option off, for proofs."""
-    off = dict.fromkeys(("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers"), 0)
-    return tuple(family.model({**_SPECIMEN, **options, **family.all_fixed}) for options in ({}, off))  # type: ignore[return-value]
+    own = [fact for fact, value in family.specimen.items() if value is True]
+    options = ("qkv_bias", "qk_norm", "q_lora", "shared_experts", "dense_layers", "linear_layers", "router_bias", *own)
+    facts, off = {**_SPECIMEN, **family.specimen}, dict.fromkeys(options, 0)
+    return tuple(family.model({**facts, **chosen, **family.all_fixed}) for chosen in ({}, off))  # type: ignore[return-value]
 
 
 _SPECIMEN: dict[str, Any] = {
@@ -306,6 +391,7 @@ _SPECIMEN: dict[str, Any] = {
     "tied": False, "q_lora": 8, "kv_lora": 9, "nope_dim": 3, "rope_dim": 2, "v_dim": 7, "index_heads": 3,
     "index_dim": 4, "indexer_types": ["full", "shared", "full"], "shared_ffn": 7, "linear_layers": [1, 0],
     "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 3, "linear_value_dim": 5, "linear_kernel": 4,
+    "router_bias": True,
 }  # fmt: skip
 """Axes of unequal lengths, so that an exchange of two shows."""
 
@@ -335,6 +421,12 @@ def family_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("_")))
 
 
+def not_yet() -> Mapping[str, str]:
+    """Model types with MTP layers that are known and have no family yet → what stands in the way."""
+    table: dict[str, str] = load(configs() / "not_yet.yaml")
+    return table
+
+
 def family_of_config(config: Mapping[str, Any]) -> Family:
     """The family that a Hugging Face config names. Raises FamilyError, naming the nearest, if none does."""
     model_type = config.get("model_type")
@@ -346,6 +438,8 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
     for name in family_names():
         if architectures & set(load_family(name).architectures):
             return load_family(name)
+    if isinstance(model_type, str) and (why := not_yet().get(model_type)):
+        raise FamilyError(f"config.json: {model_type} is not supported yet: {why}")
     near = get_close_matches(str(model_type), list(known), n=1, cutoff=0.3)
     hint = f"; the nearest known is {near[0]!r} (--family {known[near[0]]} insists)" if near else ""
     raise FamilyError(f"config.json: unknown family, model_type is {model_type!r}{hint}")

@@ -62,7 +62,10 @@ class Only(StrEnum):
 
 
 Source = Annotated[Path, typer.Argument(metavar="CKPT", help="HF folder, Megatron root or iteration folder.")]
-Family = Annotated[str | None, typer.Option(help="Model family, if it cannot be told from the checkpoint.")]
+Family = Annotated[
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="Model family, if it cannot be told from the checkpoint, or its YAML file."),
+]
 SpecOption = Annotated[Spec, typer.Option(help="Megatron layer spec to write for.")]
 Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")]
 McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]

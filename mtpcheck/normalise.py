@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.checks.quantization import check_quantization
+from mtpcheck.constant import constants
 from mtpcheck.declared import Packing, read_packing
 from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
 from mtpcheck.encoding import Decoded, decode, decode_parts
@@ -227,7 +228,14 @@ def _claim_hf(model: Model, checkpoint: Checkpoint, notes: Iterable[Finding] = (
     found += [
         replace(f, where=f.where or str(checkpoint.path)) for f in decoded.findings if (f.check, f.subject) not in told
     ]
-    return _claim(model, model.rows, checkpoint, [*notes, *found], decoded, packing)
+    claimed = _claim(model, model.rows, checkpoint, [*notes, *found], decoded, packing)
+    absent = constants(model, claimed.parts)
+    parts = {**claimed.parts, **absent}
+    return replace(
+        claimed,
+        parts={part: parts[part] for part in model.shapes if part in parts},
+        names={**claimed.names, **{part: part for part in absent}},
+    )
 
 
 def _still_packed(packing: Packing, decoded: Decoded) -> dict[str, Module]:

@@ -53,7 +53,7 @@ class Row:
         return len(self.parts) == 1 and not self.stack and self.pad is None
 
     def groups(self) -> list[tuple[str, ...]]:
-        """Parts that are joined, for each stack index."""
+        """The parts that are joined, for every index of the stack."""
         n = len(self.parts) // prod(self.stack)
         return [self.parts[i : i + n] for i in range(0, len(self.parts), n)]
 

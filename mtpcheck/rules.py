@@ -207,6 +207,53 @@ def _linear_pattern(row: ArgRow, frequency: Any, facts: Facts, args: Facts) -> A
     return frequency
 
 
+def _window(row: ArgRow, width: Any, facts: Facts) -> Any:
+    """Megatron counts the tokens before a token and after it; a window counts the token itself too."""
+    return None if width is None else (width - 1, 0)
+
+
+def _width(row: ArgRow, window: Any, facts: Facts, args: Facts) -> Any:
+    if window is None:
+        return None
+    before, after = window
+    if after != 0 or before < 0:
+        raise UnsupportedError(f"Megatron argument {row.keys[0]} is {window!r}, expected tokens before and none after")
+    return before + 1
+
+
+def _window_layers(row: ArgRow, kinds: Any, facts: Facts) -> Any:
+    return [int(kind == SLIDING) for kind in kinds[: facts["layers"]]]
+
+
+def _layer_kinds(row: ArgRow, skip: Any, facts: Facts, args: Facts) -> Any:
+    """utils.py, is_layer_window_attention: every ``skip``-th layer is full, or a list says which have the window."""
+    if not isinstance(skip, list):
+        skip = [not skip or n % skip != 0 for n in range(1, facts["layers"] + 1)]
+    return [SLIDING if windowed else FULL for windowed in skip]
+
+
+def _full_layers(row: ArgRow, kinds: Any, facts: Facts) -> Any:
+    return [int(kind == FULL) for kind in kinds[: facts["layers"]]]
+
+
+def _steps(row: ArgRow, layers: Any, facts: Facts) -> Any:
+    return (facts["mtp_steps"] if _repeated(row, facts.get("mtp_steps"), facts) else layers) or None
+
+
+def _stored_layers(row: ArgRow, steps: Any, facts: Facts, args: Facts) -> Any:
+    return 1 if args.get("mtp_use_repeated_layer") and steps else steps or 0
+
+
+def _repeated(row: ArgRow, steps: Any, facts: Facts) -> Any:
+    return bool(steps and steps > facts["mtp_layers"])
+
+
+def _repeats(row: ArgRow, repeated: Any, facts: Facts, args: Facts) -> Any:
+    return args.get("mtp_num_layers") if repeated else None
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
 RULES: Mapping[str, Rule] = {
     "same": Rule(_keep, _kept, says_null=False),
     "optional": Rule(_keep, _kept),
@@ -219,6 +266,11 @@ RULES: Mapping[str, Rule] = {
     "times": Rule(_product, _divided),
     "first_dense": Rule(_first_dense, _dense_layers),
     "torch_dtype": Rule(_torch_dtype, _dtype_name),
+    "window": Rule(_window, _width),
+    "window_layers": Rule(_window_layers, _layer_kinds),
+    "full_layers": Rule(_full_layers, _layer_kinds),
+    "steps": Rule(_steps, _stored_layers),
+    "repeated": Rule(_repeated, _repeats),
     "indexer_freq": Rule(_indexer_frequency, _indexer_types, says_null=False),
     "indexer_offset": Rule(_indexer_offset, _indexer_types, says_null=False),
 }

@@ -252,6 +252,8 @@ def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int)
         ]
     elif topology.ep > 1:
         yield f"a dense model has no experts for EP {topology.ep}"
+    if facts.get("wide_norms") and topology.tp > 1:
+        yield "megatron-core has no norm over all heads that it would cut"
     for what, size, parts, name in sizes:
         if size % parts:
             yield f"{what} {size} cannot be cut into {name} {parts}"

@@ -23,6 +23,7 @@ from mtpcheck.draft.config import config_of, model_config
 from mtpcheck.draft.head import HeadFacts
 from mtpcheck.draft.passage import ABLATIONS, BLOCK_SKIPPED, Passage, Run
 from mtpcheck.draft.run import Engine, run
+from mtpcheck.draft.twin import twin
 from mtpcheck.errors import COULD_NOT_JUDGE, FamilyError, UnsupportedError, UsageError
 from mtpcheck.family import load_family
 from mtpcheck.megatron import Options
@@ -512,7 +513,7 @@ def test_an_mtp_layer_like_no_decoder_layer() -> None:
     _, tensor_map = opened("glm4_moe")
     model = replace(tensor_map.model, layers={**tensor_map.model.layers, "mtp.0": ["attn.q", "embed_norm"]})
     with pytest.raises(UnsupportedError, match="no decoder layer is made as MTP layer 0 is"):
-        trunk.twin(model, 0)
+        twin(model, 0)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class Head:
         return linear(torch.cat([coming, so_far], dim=-1), self._weights.joined(Row("projection", halves, axis=1)))
 
     def _finish(self, x: Tensor) -> Step:
-        return Step(x, self._norm("final_norm", x))
+        absent = f"mtp.{self.i}.final_norm" in self._weights.tensor_map.model.constants
+        return Step(x, x if absent else self._norm("final_norm", x))
 
     def _norm(self, part: str, x: Tensor) -> Tensor:
         """RMSNorm, in the order of operations that transformers' norms have."""

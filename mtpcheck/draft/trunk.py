@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from mtpcheck.draft.config import model_config, refused
+from mtpcheck.draft.twin import Twin, renamed, twin
 from mtpcheck.draft.weights import Weights
 from mtpcheck.errors import MtpcheckError, UnsupportedError
-from mtpcheck.family import Family, Model, load_family
+from mtpcheck.family import Family, load_family
 from mtpcheck.rows import Row
 
-ATTENTION, EXPERTS = ("self_attn", "linear_attn"), "experts"
+ATTENTION, MLP, EXPERTS = ("self_attn", "linear_attn"), "mlp", "experts"
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """transformers keeps all experts in two tensors; most files have two or one matrices of each for a slice of them."""
 
@@ -57,14 +58,17 @@ class Trunk:
         self._decoder = self._causal.get_decoder()
         layers = self._decoder.layers
         self._twins = [twin(model, i) for i in range(model.facts["mtp_stored"])]
-        self._blocks = [copy.deepcopy(layers[k]) for k in self._twins]
+        self._blocks = [_like(layers, of_twin) for of_twin in self._twins]
         names = {module: name for name, module in self._causal.named_modules()}
-        for k in set(self._twins):
+        for k in {of_twin.attention for of_twin in self._twins}:
             layers[k].register_forward_pre_hook(self._note_call(k), with_kwargs=True)
         for module in (*layers, self._decoder.norm):
             self._attach(module, names[module], lambda part: part)
-        for i, (block, k) in enumerate(zip(self._blocks, self._twins, strict=True)):
-            self._attach(block, names[layers[k]], _renamed(f"layers.{k}.", f"mtp.{i}."))
+        for i, (block, of_twin) in enumerate(zip(self._blocks, self._twins, strict=True)):
+            rename = renamed(of_twin, i)
+            for own, child in block.named_children():
+                k = of_twin.mlp if own == MLP else of_twin.attention
+                self._attach(child, f"{names[layers[k]]}.{own}", rename)
 
     def run(self, embedded: Tensor, padding: Tensor) -> Hidden:
         """All decoder layers over [texts, positions, hidden]; ``padding`` [texts, positions] is true beyond a text.
@@ -86,7 +90,7 @@ class Trunk:
         the last ``run``, which must have had as many."""
         self._padding = padding
         with torch.no_grad(), self._explained():
-            out = self._blocks[i](x, **self._called[self._twins[i]])
+            out = self._blocks[i](x, **self._called[self._twins[i].attention])
         y: Tensor = out[0] if isinstance(out, tuple) else out
         return y
 
@@ -118,12 +122,12 @@ class Trunk:
                 continue
             if whole and path.endswith(f".{ATTENTION[0]}"):  # the other's memory does not grow so
                 one_text_at_a_time(unit)
-            rows = {own: self._row(f"{path}.{own}", shape, rename) for own, shape in _shapes(unit)}
-            unit.register_forward_pre_hook(self._loader(rows))
+            rows = {own: self._row(f"{path}.{own}", shape, rename) for own, shape in _shapes(unit, deep=whole)}
+            unit.register_forward_pre_hook(self._loader(rows, whole))
             unit.register_forward_hook(self._dropper(rows))
 
     def _row(self, name: str, shape: torch.Size, rename: Callable[[str], str]) -> Row:
-        row = self._rows.get(self._family.in_release(name))
+        row = self._rows.get(self._family.in_release(self._in_files(name)))
         model = self._weights.tensor_map.model
         if row is None:
             raise UnsupportedError(f"could not judge: transformers' {model.family} has {name}, our family has no part")
@@ -136,9 +140,21 @@ class Trunk:
             raise UnsupportedError(f"could not judge: {name} is {ours} in the checkpoint, {theirs} in transformers")
         return replace(row, parts=tuple(rename(part) for part in row.parts))
 
-    def _loader(self, rows: Mapping[str, Row]) -> Callable[..., None]:
+    def _in_files(self, name: str) -> str:
+        """The name that files have for what transformers holds under another."""
+        lead, layers, below = name.partition(".layers.")
+        number, _, own = below.partition(".")
+        starts = [start for start in self._family.modules if f"{own}.".startswith(f"{start}.")]
+        longest = max(starts, key=len, default=None)
+        if not layers or longest is None:
+            return name
+        return f"{lead}{layers}{number}.{self._family.modules[longest]}{own.removeprefix(longest)}"
+
+    def _loader(self, rows: Mapping[str, Row], whole: bool) -> Callable[..., None]:
         def load(module: nn.Module, *_: object) -> None:
-            module.load_state_dict({own: self._weights.joined(row) for own, row in rows.items()}, assign=True)
+            values = {own: self._weights.joined(row) for own, row in rows.items()}
+            alone = whole or not any(True for _ in module.children())  # else these load the rest by themselves
+            module.load_state_dict(values, strict=alone, assign=True)
 
         return load
 
@@ -220,25 +236,12 @@ def one_text_at_a_time(attention: nn.Module) -> None:
     attention.forward = forward
 
 
-def twin(model: Model, i: int) -> int:
-    """The last decoder layer that is made as MTP layer ``i`` is: same parts, same shapes.
-
-    Raises UnsupportedError if there is none.
-    """
-    block = {part for part in model.layers[f"mtp.{i}"] if part.split(".")[0] in ("attn", "mlp") or part in _NORMS}
-    shapes = model.shapes
-    for k in reversed(range(model.facts["layers"])):
-        alike = block == set(model.layers[f"layers.{k}"])
-        if alike and all(shapes[f"layers.{k}.{part}"] == shapes[f"mtp.{i}.{part}"] for part in block):
-            return k
-    raise UnsupportedError(f"could not judge: no decoder layer is made as MTP layer {i} is, so none can run it")
-
-
-_NORMS = ("pre_attn_norm", "pre_mlp_norm")
-
-
-def _renamed(start: str, other: str) -> Callable[[str], str]:
-    return lambda part: other + part.removeprefix(start)
+def _like(layers: nn.ModuleList, of_twin: Twin) -> nn.Module:
+    """A decoder layer of its own, made as the twin is."""
+    block = copy.deepcopy(layers[of_twin.attention])
+    if of_twin.mlp != of_twin.attention:
+        setattr(block, MLP, copy.deepcopy(layers[of_twin.mlp].get_submodule(MLP)))
+    return block
 
 
 def _units(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:

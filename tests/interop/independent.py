@@ -41,6 +41,43 @@ def dense_layers(config: Config) -> int:
     return int(config["first_k_dense_replace" if "n_routed_experts" in config else "num_hidden_layers"])
 
 
+def plainly(hf: Tensors, config: Config) -> tuple[Tensors, Config]:
+    """Tensors and sizes under GLM's names, where a family has names of its own for the same."""
+    respelled: list[tuple[str, str]] = []
+    if config["model_type"] == "hy_v3":
+        respelled = [
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+            (".final_layernorm.", ".shared_head.norm."),
+        ]
+        config = config | {"routed_scaling_factor": config["router_scaling_factor"], "n_group": 1, "topk_group": 1}
+    elif config["model_type"] == "bailing_moe_v2":
+        respelled = [
+            ("model.word_embeddings.", "model.embed_tokens."),
+            (".attention.dense.", ".self_attn.o_proj."),
+            (".attention.query_layernorm.", ".self_attn.q_norm."),
+            (".attention.key_layernorm.", ".self_attn.k_norm."),
+            (".gate.expert_bias", ".gate.e_score_correction_bias"),
+            (".final_layernorm.", ".shared_head.norm."),
+        ]
+    else:
+        return hf, config
+    out: Tensors = {}
+    for name, tensor in hf.items():
+        if name.endswith(".attention.query_key_value.weight"):
+            layer, size = name.removesuffix(".attention.query_key_value.weight"), head_dim(config)
+            queries, others = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+            for letter, rows in zip("qkv", tensor.split([queries, others, others]), strict=True):
+                out[f"{layer}.self_attn.{letter}_proj.weight"] = rows
+            continue
+        for theirs, plain in respelled:
+            name = name.replace(theirs, plain)
+        out[name] = tensor
+    sizes = {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    return out, config | sizes
+
+
 def pad_vocabulary(rows: torch.Tensor) -> torch.Tensor:
     pieces = [rows]
     count = rows.shape[0]
@@ -168,7 +205,7 @@ def convert_layer(take: Take, hf: str, megatron: str, config: Config, spec: Spec
 
 
 def convert_mtp(take: Take, index: int, config: Config, spec: Spec) -> Tensors:
-    if config["model_type"] in ("glm4_moe", "glm_moe_dsa", "deepseek_v3"):
+    if config["model_type"] not in ("mimo", "qwen2", "qwen3", "llama"):
         layer = f"model.layers.{config['num_hidden_layers'] + index}"
         names = [f"{layer}.{own}.weight" for own in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
         # Megatron has no place for these; they may only repeat the model's own.
@@ -199,6 +236,7 @@ def convert_mtp(take: Take, index: int, config: Config, spec: Spec) -> Tensors:
 
 def hf_to_megatron(hf: Tensors, config: Config, spec: Spec) -> Tensors:
     """All that `GPTModel.state_dict()` holds, but for `_extra_state`."""
+    hf, config = plainly(hf, config)
     take = Take(hf)
     out = {
         "embedding.word_embeddings.weight": pad_vocabulary(take("model.embed_tokens.weight")),
@@ -217,6 +255,7 @@ def hf_to_megatron(hf: Tensors, config: Config, spec: Spec) -> Tensors:
 
 def expected_args(hf: Tensors, config: Config) -> Config:
     """Megatron's arguments that say what model this is, as far as config.json and the tensors decide them."""
+    hf, config = plainly(hf, config)
     rope = config.get("rope_parameters") or config
     vocabulary = config["vocab_size"]
     while vocabulary % VOCABULARY_MULTIPLE:
@@ -296,7 +335,7 @@ def latent_args(config: Config) -> Config:
             "dsa_indexer_n_heads": config["index_n_heads"],
             "dsa_indexer_head_dim": config["index_head_dim"],
             "dsa_indexer_topk": config["index_topk"],
-            "dsa_indexer_topk_freq": config["index_topk_freq"],
-            "dsa_indexer_skip_topk_offset": config["index_skip_topk_offset"],
+            "dsa_indexer_topk_freq": config.get("index_topk_freq", 1),
+            "dsa_indexer_skip_topk_offset": config.get("index_skip_topk_offset", 1),
         }
     return args

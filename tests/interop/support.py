@@ -27,6 +27,11 @@ NAMES = (
     "deepseek_v3_noq",
     "glm_moe_dsa",
     "mimo",
+    "kimi_k2",
+    "glm4_moe_lite",
+    "deepseek_v32",
+    "hy_v3",
+    "bailing_moe_v2",
 )
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

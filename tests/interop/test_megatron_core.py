@@ -38,8 +38,13 @@ PARAMS = [
     for name in NAMES
     for spec in SPECS
     # Megatron has sparse attention for Transformer Engine alone: LocalSpecProvider lacks the linear() of an indexer.
-    if (name, spec) != ("glm_moe_dsa", "local")
+    if (name, spec) not in (("glm_moe_dsa", "local"), ("deepseek_v32", "local"))
 ]
+# with the TE stand-in nothing is computed, and transformers has no Ling 2.0
+RUN = [param for param in PARAMS if "local" in param.values and "bailing_moe_v2" not in param.values]
+# transformers norms latents with an epsilon of 1e-6 whatever the config says (modeling_glm4_moe_lite.py), Megatron with
+# that of the config, which is 1e-5 here
+NEAR = {"glm4_moe_lite": 1e-3}
 every_case = pytest.mark.parametrize(("name", "spec"), PARAMS)
 
 
@@ -81,24 +86,25 @@ def test_arguments_say_what_model_it_is(case: Case) -> None:
     assert case.args == expected_args(case.hf, case.config)
 
 
-@pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "local" in p.values])
+@pytest.mark.parametrize(("name", "spec"), RUN)
 def test_megatron_computes_what_transformers_computes(case: Case) -> None:
     """Proves the second opinion itself, and arguments that no shape depends on, such as the rotary base."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     known: Config = {}
-    if case.name == "mimo":  # which transformers knows as Qwen2, since an MTP layer is all that sets it apart
+    # what sets MiMo apart from Qwen2, and Kimi-K2 from DeepSeek-V3, is nothing that a trunk has
+    if trunk := {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}.get(case.name):
         own = {key: value for key, value in case.config.items() if key not in ("model_type", "auto_map")}
-        known["config"] = AutoConfig.for_model("qwen2", **own)
+        known["config"] = AutoConfig.for_model(trunk, **own)
     source = FIXTURES / case.name
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager", **known)
     with torch.no_grad():
         expected = model(case.logits["ids"]).logits
     actual = case.logits["logits"][..., : expected.shape[-1]]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=NEAR.get(case.name, 1e-5))
 
 
-@pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "local" in p.values])
+@pytest.mark.parametrize(("name", "spec"), RUN)
 def test_megatron_drafts_what_the_engine_drafts(case: Case) -> None:
     """The head's wiring, which no byte tells. MiMo's is fed before the final norm, and Megatron's never is."""
     checkpoint = open_checkpoint(FIXTURES / case.name)
@@ -112,7 +118,7 @@ def test_megatron_drafts_what_the_engine_drafts(case: Case) -> None:
         for passage, expected in zip(ours, own, strict=True):
             rows, columns = passage.logits[depth].shape
             actual = torch.from_numpy(passage.logits[depth])
-            torch.testing.assert_close(actual, expected[:rows, :columns], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(actual, expected[:rows, :columns], rtol=1e-5, atol=NEAR.get(case.name, 1e-4))
 
 
 @pytest.mark.parametrize(("name", "spec"), [p for p in PARAMS if "mimo" in p.values])

@@ -1,0 +1,230 @@
+"""Every family: its fixture goes there and back, transformers spells its trunk so too, what cannot be run says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from copy import deepcopy
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpcheck.accept import accept
+from mtpcheck.checkpoint import open_checkpoint
+from mtpcheck.convert import convert
+from mtpcheck.draft.run import Engine, run
+from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
+from mtpcheck.facts import facts_from_config
+from mtpcheck.family import family_names, family_of_config, load_family, not_yet
+from mtpcheck.listing import listed, markdown
+from mtpcheck.megatron import Options
+from mtpcheck.proof import prove
+from mtpcheck.tensormap import is_mtp, read_tensor_map
+from mtpcheck.topology import Topology
+from mtpcheck.verify import verify
+from tests.conftest import FIXTURES, edit_json
+from tests.megatron_edit import flip_bit, payload_of
+from tests.test_roundtrip import sha256
+
+NEW = (
+    "bailing_moe_v2", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "kimi_k2",
+    "mimo_v2_flash", "minimax_m2", "pangu_ultra_moe",
+)  # fmt: skip
+UNTRAINED = {"bailing_moe_v2", "pangu_ultra_moe", "minimax_m2"}
+IDS = [(7 * i * i + 3 * i + 5) % 260 for i in range(90)]  # longer than the windows and what an indexer chooses
+RANKS = {name: Topology(tp=1 if name == "minimax_m2" else 2, pp=2, ep=2, etp=1) for name in NEW}
+
+
+def test_every_family_has_a_fixture_and_a_row() -> None:
+    families = {read_tensor_map(open_checkpoint(path.parent)).family for path in FIXTURES.glob("*/config.json")}
+    assert families == set(family_names())
+    assert [family.name for family in listed()] == list(family_names())
+    assert all(family.models and family.sources and family.megatron for family in listed())
+
+
+def test_the_page_is_what_the_tables_say() -> None:
+    page = Path(__file__).parent.parent / "docs" / "families.md"
+    assert page.read_text() == markdown(), "mtpcheck families --markdown > docs/families.md"
+
+
+@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("layout", ["torch_dist", "local", "torch"])
+def test_there_and_back(name: str, layout: str, tmp_path: Path) -> None:
+    ranks, source = layout == "torch", as_stored(name, tmp_path)
+    options = Options(spec="local" if layout == "local" else "te", topology=RANKS[name] if ranks else Topology())
+    convert(source, tmp_path / "megatron", "torch" if ranks else "torch_dist", options=options)
+    report = verify(source, tmp_path / "megatron", allow_no_mtp=True)
+    assert report.verdict == "holds", report.findings
+    convert(tmp_path / "megatron", tmp_path / "hf", "hf")
+    assert sha256(tmp_path / "hf") == sha256(source)
+
+
+def as_stored(name: str, folder: Path) -> Path:
+    """A fixture; MiniMax's without the declaration of layers that it does not hold, which is refused (below)."""
+    if name != "minimax_m2":
+        return FIXTURES / name
+    source = Path(shutil.copytree(FIXTURES / name, folder / "source"))
+    edit_json(source / "config.json", num_mtp_modules=None)
+    return source
+
+
+@pytest.mark.parametrize("name", [name for name in NEW if name != "minimax_m2"])
+def test_the_round_trip_is_proved_from_headers(name: str) -> None:
+    assert prove(FIXTURES / name).verdict == "holds"
+
+
+@pytest.mark.parametrize("name", [name for name in NEW if name not in UNTRAINED])
+def test_ranks_draft_what_the_source_drafts(name: str, tmp_path: Path) -> None:
+    convert(FIXTURES / name, tmp_path / "torch", "torch", options=Options(topology=RANKS[name]))
+    passages = []
+    for folder in (FIXTURES / name, tmp_path / "torch"):
+        checkpoint = open_checkpoint(folder)
+        passages += run(Engine(checkpoint, read_tensor_map(checkpoint)), [IDS]).passages
+    assert passages[0].logits_digest == passages[1].logits_digest
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bailing_moe_v2", "no language model of type 'bailing_moe_v2'"),
+        ("pangu_ultra_moe", "no language model of type 'pangu_ultra_moe'"),
+        ("minimax_m2", "declares 3 MTP layers and stores none"),
+    ],
+)
+def test_what_cannot_be_run_says_why(name: str, why: str) -> None:
+    with pytest.raises(MtpcheckError, match=why):
+        accept(FIXTURES / name)
+
+
+def test_norms_over_all_heads_are_not_cut(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no norm over all heads"):
+        convert(as_stored("minimax_m2", tmp_path), tmp_path / "x", "torch", options=Options(topology=Topology(tp=2)))
+
+
+# ---- released sizes
+
+# Published totals in billions. DeepSeek's 685 adds two rounded figures, 671 and 14; GLM-4.5's 355 lies between
+# the totals with and without the MTP layer.
+PUBLISHED = [
+    ("GLM-5.2", "with", 753.329940480, 1e-9), ("DeepSeek-V3", "without", 671, 0.5), ("DeepSeek-V3", "with", 685, 1),
+    ("GLM-4.5", "without", 355, 3), ("GLM-4.5-Air", "without", 106, 1), ("MiMo-7B", "without", 7.6, 0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "which", "billions", "near"), PUBLISHED)
+def test_released_sizes(name: str, which: str, billions: float, near: float) -> None:
+    total, of_mtp, tensors = elements(name)
+    counted = total if which == "with" else total - of_mtp
+    print(f"{name}: {total:,} elements in {tensors:,} tensors, {of_mtp / total:.2%} of them in MTP layers")
+    assert counted / 1e9 == pytest.approx(billions, abs=near)
+    assert name != "GLM-5.2" or (total, tensors) == (753_329_940_480, 59_585)
+    assert 0 < of_mtp < total / 20
+
+
+def elements(name: str) -> tuple[int, int, int]:
+    """Elements of a released model, of them in MTP layers, and tensors, by its family file alone."""
+    import sys
+
+    sys.path.insert(0, str(FIXTURES))
+    from full_size import CONFIGS
+
+    family = family_of_config(CONFIGS[name])
+    facts = facts_from_config(family.all_config, CONFIGS[name], family.all_fixed)
+    model = family.model({**facts, "mtp_stored": facts["mtp_layers"]})
+    sizes = {row.name: (prod(row.shape(model.shapes)), is_mtp(row.parts[0])) for row in model.rows}
+    return sum(n for n, _ in sizes.values()), sum(n for n, mtp in sizes.values() if mtp), len(sizes)
+
+
+# ---- transformers
+
+
+TRUNKS = {"kimi_k2": "deepseek_v3"}
+NATIVE = sorted(
+    path.parent.name
+    for path in FIXTURES.glob("*/config.json")
+    if path.parent.name not in {"mimo", "bailing_moe_v2", "pangu_ultra_moe"} and "text_config" not in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_transformers_saves_what_the_family_reads(name: str, tmp_path: Path) -> None:
+    """A model that transformers made from the same config and saved: its names, shapes and config keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    own = {key: deepcopy(value) for key, value in config.items() if key not in ("model_type", "transformers_version")}
+    known = AutoConfig.for_model(TRUNKS.get(name, config["model_type"]), **own)
+    model: Any = AutoModelForCausalLM.from_config(known)
+    model.save_pretrained(tmp_path)
+    saved, fixture = (read_tensor_map(open_checkpoint(folder)) for folder in (tmp_path, FIXTURES / name))
+    assert [f for f in saved.findings if f.check.startswith("presence.")] == []
+    assert {part for part in fixture.parts if not part.startswith("mtp.")} == set(saved.parts)
+    counts = {"mtp_layers", "mtp_stored", "mtp_steps", "dtype"}
+    assert {k: v for k, v in saved.facts.items() if k not in counts} == {
+        k: v for k, v in fixture.facts.items() if k not in counts
+    }
+
+
+# ---- what is special
+
+
+def test_a_norm_that_a_family_lacks_has_to_be_one(tmp_path: Path) -> None:
+    convert(FIXTURES / "ernie4_5_moe", tmp_path / "megatron")
+    flip_bit(*payload_of(tmp_path / "megatron" / "release", "mtp.layers.0.final_layernorm.weight"))
+    report = verify(FIXTURES / "ernie4_5_moe", tmp_path / "megatron")
+    assert [f.check for f in report.failures] == ["values.bits"], report.findings
+    converted = convert(tmp_path / "megatron", tmp_path / "hf")
+    assert [f.check for f in converted.failures] == ["presence.constant"]
+
+
+def test_steps_are_not_layers(tmp_path: Path) -> None:
+    convert(FIXTURES / "exaone_moe", tmp_path / "megatron")
+    opened = open_checkpoint(tmp_path / "megatron")
+    assert opened.args is not None
+    assert (opened.args["mtp_num_layers"], opened.args["mtp_use_repeated_layer"]) == (3, True)
+    facts = read_tensor_map(opened).facts
+    assert (facts["mtp_layers"], facts["mtp_stored"], facts["mtp_steps"]) == (1, 1, 3)
+
+
+@pytest.mark.parametrize("model_type", list(not_yet()))
+def test_what_is_not_here_yet_is_told_by_name(model_type: str) -> None:
+    with pytest.raises(FamilyError, match=f"{model_type} is not supported yet: "):
+        family_of_config({"model_type": model_type})
+
+
+def test_a_family_of_one_s_own_is_one_file(tmp_path: Path) -> None:
+    """No file of mtpcheck is touched: known blocks, spelled in the house's way."""
+    house = tmp_path / "house.yaml"
+    house.write_text(
+        "extends: glm4_moe\nmatch: {model_type: house, architectures: [HouseForCausalLM]}\ntrunk: glm4_moe\n"
+        "spelled: {mlp.gate: mlp.router, mlp.gate.e_score_correction_bias: mlp.router.bias}\n"
+        "modules: {mlp.gate: mlp.router, mlp.gate.e_score_correction_bias: mlp.router.bias}\n"
+    )
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "source"
+    source.mkdir()
+    tensors = {n: t for file in (FIXTURES / "glm4_moe").glob("*.safetensors") for n, t in load_file(file).items()}
+    respelled = [(".mlp.gate.e_score_correction_bias", ".mlp.router.bias"), (".mlp.gate.weight", ".mlp.router.weight")]
+    for theirs, own in respelled:
+        tensors = {name.replace(theirs, own): tensor for name, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((FIXTURES / "glm4_moe" / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "house"}))
+    convert(source, tmp_path / "megatron", family=str(house))
+    assert load_family("house").name == "house"
+    convert(tmp_path / "megatron", tmp_path / "hf")
+    assert sha256(tmp_path / "hf") == sha256(source)
+    other = tmp_path / "glm4_moe.yaml"
+    other.write_text(house.read_text())
+    with pytest.raises(FamilyError, match="give the file another name"):
+        load_family(str(other))
+    with pytest.raises(FamilyError, match="no such family file"):
+        load_family(str(tmp_path / "none.yaml"))
+
+
+def test_family_files_stay_short() -> None:
+    folder = Path(__file__).parent.parent / "configs" / "families"
+    assert max(len(path.read_text().splitlines()) for path in folder.glob("*.yaml")) <= 80
