@@ -10,7 +10,7 @@ import numpy as np
 
 from mtpcheck.box import Shape
 from mtpcheck.compare import differs
-from mtpcheck.family import Model
+from mtpcheck.model import Model
 from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.rows import factored

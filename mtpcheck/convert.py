@@ -13,9 +13,9 @@ from mtpcheck.checks.topology import check_ranks
 from mtpcheck.encoding import block_of
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.export import padding_findings, write_hf
-from mtpcheck.family import BESIDE
 from mtpcheck.manifest import Manifest
 from mtpcheck.megatron import Options, copy_states, dealer, held_by_megatron, load_writers, write_megatron
+from mtpcheck.model import BESIDE
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.report.finding import Finding, Severity

@@ -16,7 +16,8 @@ from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
 from mtpcheck.facts import arg_rows, holds
-from mtpcheck.family import Model, family_names, load_family, specimens
+from mtpcheck.family import family_names, load_family, specimens
+from mtpcheck.model import Model
 from mtpcheck.roles import Address, Experts, Role, Spec, role
 from mtpcheck.rows import Row, prove_invertible
 from mtpcheck.rules import ArgRow

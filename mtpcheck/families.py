@@ -10,7 +10,8 @@ from mtpcheck.checks.declaration import mtp_keys
 from mtpcheck.data import configs, load
 from mtpcheck.dialect import load_dialect, prove_complete
 from mtpcheck.errors import FamilyError, UsageError
-from mtpcheck.family import Family, load_block, read_family, specimens
+from mtpcheck.family import Family, read_family, specimens
+from mtpcheck.model import load_block
 
 
 def check_files(paths: list[Path]) -> tuple[list[str], list[str]]:

@@ -19,8 +19,9 @@ from mtpcheck.bundled import find_bundled
 from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import config_from_facts
-from mtpcheck.family import Model, load_family
+from mtpcheck.family import load_family
 from mtpcheck.layouts.hf import INDEX, SINGLE, make_header
+from mtpcheck.model import Model
 from mtpcheck.plan import Plan
 from mtpcheck.rules import resized
 from mtpcheck.target import check_target, new_folder

@@ -17,10 +17,10 @@ from mtpcheck.dtypes import joinable, rounded_by_megatron
 from mtpcheck.encoding import as_codes, aside_of
 from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts
-from mtpcheck.family import BESIDE
 from mtpcheck.layouts.hf import make_header
 from mtpcheck.layouts.torch_dist import TRACKER
 from mtpcheck.manifest import ASIDE, FOLDER, write_manifest
+from mtpcheck.model import BESIDE
 from mtpcheck.offset import as_held, inexact, offsets
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, note

@@ -14,8 +14,9 @@ from mtpcheck.comparison import mtp_names
 from mtpcheck.declared import Packing
 from mtpcheck.errors import CheckpointFails, UnsupportedError
 from mtpcheck.facts import store
-from mtpcheck.family import Model, load_family
+from mtpcheck.family import load_family
 from mtpcheck.megatron import copy_states
+from mtpcheck.model import Model
 from mtpcheck.packing import WEIGHT, Module
 from mtpcheck.report.finding import Finding, Severity
 from mtpcheck.rules import MISSING

@@ -15,8 +15,9 @@ from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
 from mtpcheck.encoding import Decoded, decode, decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
-from mtpcheck.family import BESIDE, Family, Model, family_names, family_of_config, load_family
+from mtpcheck.family import Family, family_names, family_of_config, load_family
 from mtpcheck.layouts.hf import header_entries
+from mtpcheck.model import BESIDE, Model
 from mtpcheck.offset import from_megatron, offsets
 from mtpcheck.packing import WEIGHT, Module, packings
 from mtpcheck.report.finding import Finding, failure, note

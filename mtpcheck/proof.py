@@ -24,9 +24,10 @@ from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.export import derived_config
 from mtpcheck.facts import args_from_facts, facts_from_args
-from mtpcheck.family import BESIDE, load_family
+from mtpcheck.family import load_family
 from mtpcheck.gather import Ranks, gather
 from mtpcheck.megatron import Options, dealer, held_by_megatron, rows_of
+from mtpcheck.model import BESIDE
 from mtpcheck.move import SLAB
 from mtpcheck.normalise import stored_rows
 from mtpcheck.parallel import WORKERS

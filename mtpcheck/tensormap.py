@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mtpcheck.box import Shape
-from mtpcheck.family import Model
+from mtpcheck.model import Model
 from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding
 

@@ -14,7 +14,8 @@ from mtpcheck.dialect import load_dialect, prove_complete
 from mtpcheck.errors import FamilyError, UnsupportedError
 from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import args_from_facts, config_from_facts, facts_from_args, facts_from_config
-from mtpcheck.family import family_names, load_block, load_family, specimens
+from mtpcheck.family import family_names, load_family, specimens
+from mtpcheck.model import load_block
 
 
 @pytest.fixture

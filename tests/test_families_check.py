@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtpcheck.data import configs
-from mtpcheck.family import load_block
+from mtpcheck.model import load_block
 from tests.conftest import Outcome
 
 Cli = Callable[..., Outcome]

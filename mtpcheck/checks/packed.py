@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.declared import Declaration, Packing
-from mtpcheck.family import Model, load_family
+from mtpcheck.family import load_family
+from mtpcheck.model import Model
 from mtpcheck.packing import WEIGHT, Module, packings
 from mtpcheck.report.finding import Finding, failure
 

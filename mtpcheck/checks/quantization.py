@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.packed import Case, check_stored
 from mtpcheck.declared import Declaration, Packing, runs
-from mtpcheck.family import Model
+from mtpcheck.model import Model
 from mtpcheck.packing import WEIGHT, Module, known_as, packings
 from mtpcheck.report.finding import Finding, failure, warning
 from mtpcheck.tensormap import is_mtp

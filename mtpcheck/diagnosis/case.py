@@ -11,7 +11,7 @@ from mtpcheck.diagnosis.same import same
 from mtpcheck.dialect import KeyForm, load_dialect
 from mtpcheck.dtypes import NARROW, WIDE, cast
 from mtpcheck.encoding import as_codes
-from mtpcheck.family import Model
+from mtpcheck.model import Model
 from mtpcheck.normalise import stored_rows
 from mtpcheck.rows import Row
 from mtpcheck.side import Side

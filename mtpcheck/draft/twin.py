@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mtpcheck.errors import UnsupportedError
-from mtpcheck.family import Model
+from mtpcheck.model import Model
 from mtpcheck.rows import PartShape
 
 _NORMS = ("pre_attn_norm", "post_attn_norm", "pre_mlp_norm", "post_mlp_norm")
