@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpcheck import data, dialect, family
+from mtpcheck import data, dialect, family, model
 from mtpcheck.dialect import load_dialect, prove_complete
 from mtpcheck.errors import FamilyError, UnsupportedError
 from mtpcheck.expr import evaluate, expand
@@ -29,7 +29,7 @@ def own_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             cached.cache_clear()
 
     clear()
-    for module in (data, family, dialect):
+    for module in (data, family, model, dialect):
         monkeypatch.setattr(module, "configs", lambda: folder)
 
     def edit(name: str, change: Any) -> None:
@@ -45,8 +45,8 @@ def own_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", family_names())
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_every_family_is_complete_in_every_spec(name: str, spec: dialect.Spec) -> None:
-    for model in specimens(load_family(name)):
-        prove_complete(load_dialect(), model, spec)
+    for specimen in specimens(load_family(name)):
+        prove_complete(load_dialect(), specimen, spec)
 
 
 @pytest.mark.parametrize(
