@@ -19,7 +19,7 @@ from mtpcheck.constant import check_constants
 from mtpcheck.dtypes import as_declared
 from mtpcheck.encoding import CODES, activation_names, block_of, code_again, scale_names
 from mtpcheck.facts import config_from_facts
-from mtpcheck.family import load_family
+from mtpcheck.family import family_names, load_family
 from mtpcheck.fp8 import Strange
 from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
 from mtpcheck.manifest import Manifest
@@ -99,7 +99,17 @@ def _write(
     if config != original:
         (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
+    if manifest is None:
+        findings += _also_meant(tensor_map.family)
     return [*findings, *rounded(tensor_map), *check_constants(tensor_map), *padding_findings(tensor_map, 0)]
+
+
+def _also_meant(family: str) -> Iterator[Finding]:
+    """Megatron's files of several families look alike: which names were written, and which might be right."""
+    alike = [name for name in family_names() if load_family(name).alike == family]
+    if alike:
+        what = f"written as {family}'s; {', '.join(alike)} look the same in Megatron: --family decides"
+        yield note("result.family", "names", what)
 
 
 def _hf_tensors(tensor_map: TensorMap, copies: Mapping[str, str]) -> dict[str, TensorRef]:

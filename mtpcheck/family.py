@@ -22,7 +22,7 @@ from mtpcheck.rows import prove_invertible
 
 _FAMILY_KEYS = {
     "extends", "match", "trunk", "modules", "text", "beside", "outside", "decoder", "spelled", "mtp", "facts", "config",
-    "specimen", "about",
+    "specimen", "alike", "about",
 }  # fmt: skip
 _MTP_KEYS = {
     "prefix", "own", "layer", "blocks", "spelled", "declared", "counted", "fed", "passed_on", "norm", "separate",
@@ -57,6 +57,8 @@ class Family:
     """Beginnings of a decoder layer's names as transformers has them in memory → as files have them."""
     home: Path | None = None
     """The folder of tables that its blocks come from, if it is not mtpcheck's own."""
+    alike: str = ""
+    """The family that it cannot be told from in Megatron, and that is meant there unless this one is named."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """For ``mtpcheck families``: ``models``, ``sources``, how the ``megatron`` side is known, why it is ``not_run``."""
 
@@ -199,6 +201,7 @@ def read_family(path: Path, home: Path | None = None) -> Family:
         specimen=table.get("specimen", {}),
         modules=table.get("modules", {}),
         home=home,
+        alike=table.get("alike", ""),
         about=table.get("about", {}),
     )
     _check_spelled(family)

@@ -27,6 +27,8 @@ class Listed:
     megatron: str
     """How it is known that the Megatron side is right."""
     sources: tuple[str, ...]
+    alike: str
+    """The family that Megatron cannot tell it from, and takes it for where neither is named."""
 
 
 def listed() -> list[Listed]:
@@ -48,6 +50,7 @@ def _listed(family: Family) -> Listed:
         not_run=about.get("not_run", ""),
         megatron=about.get("megatron", ""),
         sources=tuple(about.get("sources", ())),
+        alike=family.alike,
     )
 
 
@@ -67,7 +70,7 @@ def words(family: Listed) -> dict[str, str]:
         "MTP declared by": ", ".join(family.declared_by) + usually,
         "copies": ", ".join(family.copies) or "none",
         "acceptance": f"runs as transformers' {family.acceptance}" if family.acceptance else f"no: {family.not_run}",
-        "Megatron side": family.megatron,
+        "Megatron side": family.megatron + (f"; taken for {family.alike} unless named" if family.alike else ""),
         "sources": ", ".join(family.sources),
     }
 

@@ -328,10 +328,13 @@ def _missing(row: Row, checkpoint: Checkpoint) -> Finding:
 
 
 def _only_fit(checkpoint: Checkpoint) -> TensorMap:
-    """The one family whose facts and keys fit. Raises FamilyError with the candidates otherwise."""
+    """The one family whose facts and keys fit, of those that Megatron can tell apart.
+
+    Raises FamilyError with the candidates otherwise.
+    """
     fits: list[TensorMap] = []
     reasons: list[str] = []
-    for name in family_names():
+    for name in (name for name in family_names() if not load_family(name).alike):
         try:
             found = _from_megatron(checkpoint, load_family(name))
         except MtpcheckError as error:

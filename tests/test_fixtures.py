@@ -13,7 +13,7 @@ from tests.conftest import FIXTURES
 
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 
-FP32 = "e_score_correction_bias"
+FP32 = ("e_score_correction_bias", "expert_bias")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

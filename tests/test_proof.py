@@ -16,14 +16,21 @@ from mtpcheck.roundtrip import roundtrip
 from mtpcheck.rows import PartShape, Row
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-HF = sorted(path.parent for path in FIXTURES.glob("*/config.json"))
+# MiniMax's fixture holds no MTP layer, so there is nothing to judge
+HF = sorted(path.parent for path in FIXTURES.glob("*/config.json") if path.parent.name != "minimax_m2")
 MEGATRON = sorted(path for path in FIXTURES.glob("megatron/core-*/*/torch_dist") if "/dense_" not in str(path))
+
+
+def family_of_sample(source: Path) -> str | None:
+    """What Megatron cannot tell: its files of several families look alike."""
+    case = source.parent.name
+    return {"moe": "deepseek_v3", "moegqa": "glm4_moe", "moeall": "glm4_moe"}.get(case.split("_")[0])
 
 
 @pytest.mark.parametrize("source", HF + MEGATRON, ids=lambda path: str(path.relative_to(FIXTURES)))
 def test_what_converts_is_proved_and_nothing_is_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpcheck.move._copy", lambda *args: pytest.fail("a weight was read"))
-    report = prove(source)
+    report = prove(source, family_of_sample(source))
     assert report.failures == []
     assert {c.group for c in report.checks if c.status == "skipped"} == {"values", "acceptance"}
     assert next(c for c in report.checks if c.group == "plan").status == "passed"
