@@ -7,7 +7,7 @@ the reference gives under it and what the candidate has, and it holds if all of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 
@@ -42,19 +42,20 @@ def units(case: Case, key: str) -> Iterator[Unit]:
             yield Unit((key,), {}, _matrix(before), _matrix(after), {})
         return
     seen: set[tuple[str, ...]] = set()
-    for parts, axis in [((key,), 0), *(_group(table[key], key) for table in case.spellings if key in table)]:
+    for row in [Row("", (key,)), *(_group(table[key], key) for table in case.spellings if key in table)]:
+        parts = row.parts
         if parts not in seen and all(map(case.comparable, parts)) and len({case.before[p].dtype for p in parts}) == 1:
             seen.add(parts)
-            yield _unit(case, parts, axis)
+            yield _unit(case, row)
 
 
-def _group(row: Row, key: str) -> tuple[tuple[str, ...], int]:
-    """The parts that a stored tensor joins with ``key``; of a stack, those of one index."""
-    return next((group, row.axis) for group in row.groups() if key in group)
+def _group(row: Row, key: str) -> Row:
+    """The row of the parts that a stored tensor joins with ``key``; of a stack, those of one index."""
+    return replace(row, parts=next(group for group in row.groups() if key in group), stack=(), pad=None)
 
 
-def _unit(case: Case, parts: tuple[str, ...], axis: int) -> Unit:
-    row, shapes = Row("", parts, axis), case.model.shapes
+def _unit(case: Case, row: Row) -> Unit:
+    parts, shapes = row.parts, case.model.shapes
     sides = ({p: side[p].plan for p in parts} for side in (case.before, case.after))
     before, after = (_matrix(row.join(plans, shapes).normalise()) for plans in sides)
     return Unit(
@@ -64,7 +65,7 @@ def _unit(case: Case, parts: tuple[str, ...], axis: int) -> Unit:
 
 
 def _matrix(plan: Plan) -> Plan:
-    return plan if len(plan.shape) == 2 else plan.reshape((plan.shape[0], 1))
+    return plan if len(plan.shape) == 2 else plan.reshape((plan.shape[0], prod(plan.shape[1:])))
 
 
 # ---- theories
