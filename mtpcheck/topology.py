@@ -241,10 +241,12 @@ def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int)
     tensor = {"hidden size": "hidden", "number of attention heads": "heads", "feed-forward size": "ffn"}
     if not facts.get("mla"):
         tensor["number of query groups"] = "groups"
+    if facts.get("linear_layers"):
+        tensor |= {f"number of {what} heads of linear attention": f"linear_{what}_heads" for what in ("key", "value")}
     sizes = [(what, facts.get(fact) or 0, topology.tp, "TP") for what, fact in tensor.items()]
     sizes.append(("padded vocabulary", padded_vocab, topology.tp, "TP"))
     if facts.get("experts"):
-        shared = (facts.get("shared_experts") or 0) * facts["expert_ffn"]
+        shared = facts.get("shared_ffn") or (facts.get("shared_experts") or 0) * facts["expert_ffn"]
         sizes += [
             ("number of experts", facts["experts"], topology.ep, "EP"),
             ("feed-forward size of experts", facts["expert_ffn"], topology.etp, "ETP"),

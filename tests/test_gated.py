@@ -269,6 +269,12 @@ def test_a_gain_too_near_to_one_is_said_to_be_rounded(tmp_path: Path) -> None:
     assert [(f.check, f.subject) for f in made.findings if f.check == "values.rounded"] == [("values.rounded", name)]
 
 
+def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    options = Options(topology=Topology(tp=8, etp=4), text_only=True)
+    with pytest.raises(UnsupportedError, match="number of key heads of linear attention 4 cannot be cut into TP 8"):
+        convert(FIXTURES / "qwen3_next", tmp_path / "new", "torch", options=options)
+
+
 # ---- other orders under the same names and shapes
 
 

@@ -21,7 +21,7 @@ from mtpcheck.draft.trunk import Hidden, Trunk
 from mtpcheck.draft.vocabulary import Scored, score
 from mtpcheck.draft.weights import Weights
 from mtpcheck.errors import UnsupportedError, UsageError
-from mtpcheck.family import load_family
+from mtpcheck.family import BESIDE, load_family
 from mtpcheck.progress import Progress
 from mtpcheck.tensormap import TensorMap
 
@@ -161,6 +161,8 @@ def _touched(engine: Engine, ran: frozenset[str], embedding_rows: int, positions
             not_ran[part] = f"the indexer chooses all of {positions} positions, since it may choose {topk}"
         elif part in ran:
             continue
+        elif part.startswith(BESIDE):
+            not_ran[part] = "belongs to no text model"
         elif ".mlp.experts." in part:
             not_ran[part] = "no token was routed to this expert"
         elif part in engine.tensor_map.copies:

@@ -96,12 +96,18 @@ class Trunk:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        from transformers.utils import logging
+
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()  # it recommends kernels that a CPU has no use for
         try:
             yield
         except (MtpcheckError, MemoryError, OSError):
             raise
         except Exception as error:
             raise refused(self._family, error) from None
+        finally:
+            logging.set_verbosity(before)
 
     # ---- fitting modules with readers
 
