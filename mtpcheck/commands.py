@@ -107,10 +107,42 @@ def run(arguments: list[str], cwd: Path, log: Path, timeout: float, alive: Calla
             time.sleep(min(wait, 0.5, max(0.0, start + timeout - time.monotonic())))
             wait *= 2
     finally:
+        if process.poll() is None:
+            _stop_children(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it left running in the background too
         process.wait()
     return Outcome(code, time.monotonic() - start, _tail(log))
+
+
+def _stop_children(root: int) -> None:
+    """End all that a running process started, in sessions of their own too, as torchrun's workers are. Whoever could
+    start more is halted first, so that none escapes by losing its parent."""
+    halted: set[int] = set()
+    new = {root}
+    while new:
+        for pid in new:
+            _send(pid, signal.SIGSTOP)
+        halted |= new
+        new = _children(halted) - halted
+    for pid in halted - {root}:
+        _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _children(parents: set[int]) -> set[int]:
+    """Processes that these started and that still run; none where the system has no /proc."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = file.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if int(parent) in parents and state not in "ZX":
+                found.add(int(file.parent.name))
+    return found
 
 
 def _tail(log: Path) -> str:

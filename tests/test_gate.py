@@ -258,6 +258,19 @@ def test_a_command_that_hangs_is_stopped_with_all_its_children(cli: Cli, tmp_pat
     assert not _runs(child)
 
 
+def test_workers_in_sessions_of_their_own_are_stopped_too(cli: Cli, tmp_path: Path) -> None:
+    """As those of torchrun are; neither they nor a worker of a worker heed SIGTERM."""
+    script = f"trap '' TERM; setsid sh -c 'setsid sleep 300 & echo $! > {tmp_path}/child; wait' & wait"
+    path = settings(tmp_path, {"source": "qwen3_mtp", "timeout": 2}, to_megatron=shell(script))
+    outcome = cli("gate", "--config", path)
+    assert outcome.code == 1 and "commands.timeout" in outcome.out
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
 def _runs(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
