@@ -29,7 +29,7 @@ from mtpcheck.draft.probe import Probing
 from mtpcheck.errors import MtpcheckError, UnsupportedError, UsageError
 from mtpcheck.megatron import Options
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
-from mtpcheck.perturb import perturb
+from mtpcheck.perturb import copy_writable, perturb
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Cases, Report
 from mtpcheck.settings import Case, Settings
@@ -158,7 +158,7 @@ class _Run:
         require_mtp(opened, tensor_map, allow_none=False)
         self.folder.mkdir()
         (self.folder / "unperturbed").mkdir()
-        shutil.copytree(opened.folder, self.original)
+        copy_writable(opened.folder, self.original)
         changed = perturb(self.original, self.perturbed, tensor_map.family, self.case.seed)
         self.report.notes.append(f"{len(changed):,} of {len(opened.tensors):,} tensors were perturbed")
         return tensor_map
@@ -177,13 +177,30 @@ class _Run:
             src = into / "megatron"
         for way, command in self.case.commands.items():
             dst = into / _RESULT[way]
-            findings = self._run(way, command, src, dst, tensor_map.family, alive)
+            with self._source_hidden(way):
+                findings = self._run(way, command, src, dst, tensor_map.family, alive)
             if findings:
                 break
             made[way] = src = dst
         if findings or not any(check.group == "commands" for check in self.report.checks):
             self.report.add("commands", findings, f"{' and '.join(self.case.commands)} ran")
         return made
+
+    @contextmanager
+    def _source_hidden(self, way: str) -> Iterator[None]:
+        """While a way back runs, the original lies where the perturbed source was: a converter that noted that path on
+        the way there fills in from it, and what it fills in is not perturbed."""
+        if way != "to_hf":
+            yield
+            return
+        with tempfile.TemporaryDirectory(prefix=".", dir=self.folder.parent) as aside:
+            hidden = self.perturbed.rename(Path(aside) / "source")
+            try:
+                copy_writable(self.original, self.perturbed)
+                yield
+            finally:
+                shutil.rmtree(self.perturbed, ignore_errors=True)
+                hidden.rename(self.perturbed)
 
     def _run(self, way: str, command: Command, src: Path, dst: Path, family: str, alive: Alive) -> list[Finding]:
         """Run one command; what it did wrong."""
@@ -254,6 +271,9 @@ def _of_outcome(way: str, command: Command, outcome: Outcome, timeout: float) ->
 
 def _of_result(way: str, command: Command, dst: Path) -> list[Finding]:
     """What is wrong with the place a command was to write to, before any tensor is looked at."""
+    if dst.is_symlink():
+        what = "made {dst} a link to what lies elsewhere"
+        return [failure("commands.outside", way, what, where=command.where, got=str(dst.readlink()))]
     if not dst.exists() or (dst.is_dir() and not any(dst.iterdir())):
         return [failure("commands.nothing", way, "ended well and wrote nothing", where=command.where)]
     try:

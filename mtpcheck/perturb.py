@@ -1,14 +1,16 @@
 """A copy of a Hugging Face folder with other bits in it: who fills in from the original then shows.
 
-A perturbed tensor has low mantissa bits of its own, so that values stay what they nearly were; FP8 codes change places
-within their block, so that whoever quantizes it anew finds the same scale. Dtypes, shapes, scales and what is not
-finite stay, zeros unless a tensor has nothing else, and what repeats another tensor still repeats it.
+Every tensor of the model is perturbed, those of the trunk too. It has low mantissa bits of its own, so that values stay
+what they nearly were; FP8 codes change places within their block, so that whoever quantizes it anew finds the same
+scale. Dtypes, shapes, scales and what is not finite stay, zeros unless a tensor has nothing else, and what repeats
+another tensor still repeats it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 from zlib import crc32
 
@@ -24,21 +26,19 @@ from mtpcheck.tensormap import TensorMap, is_mtp, read_tensor_map
 
 _FLOATS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
 """dtype → an integer of its width, and the bits of the exponent."""
-_TRUNK = 4
-"""One of so many trunk tensors is perturbed."""
 
 
 def perturb(source: Path, target: Path, family: str | None = None, seed: int = 0) -> list[str]:
-    """Copy the HF folder ``source`` to the new folder ``target``, with noise in every MTP tensor, in what these repeat,
-    and in a sample of the trunk. Returns the stored names of tensors that now differ.
+    """Copy the HF folder ``source`` to the new folder ``target``, with noise in every tensor of the model. Returns the
+    stored names of tensors that now differ. A trunk tensor of a dtype that there is no noise for stays as it is.
 
-    Raises UnsupportedError for MTP tensors of a dtype that there is no noise for.
+    Raises UnsupportedError for an MTP tensor of such a dtype, and for what it repeats.
     """
-    shutil.copytree(source, target)
+    copy_writable(source, target)
     copy = open_checkpoint(target)
     tensor_map = read_tensor_map(copy, family)
     changed = []
-    for name, seeded_as in _chosen(copy, tensor_map, seed).items():
+    for name, seeded_as in _chosen(copy, tensor_map).items():
         rng = np.random.default_rng([seed, crc32(seeded_as.encode())])
         ref = copy.tensors[name]
         if ref.dtype in _FLOATS:
@@ -52,7 +52,15 @@ def perturb(source: Path, target: Path, family: str | None = None, seed: int = 0
     return changed
 
 
-def _chosen(copy: Checkpoint, tensor_map: TensorMap, seed: int) -> dict[str, str]:
+def copy_writable(source: Path, target: Path) -> None:
+    """Copy a folder; the owner may write all of the copy, even where a cache made the source read-only."""
+    shutil.copytree(source, target)
+    for name, _, files in os.walk(target):
+        for path in (Path(name), *(Path(name) / file for file in files)):
+            path.chmod(path.stat().st_mode | stat.S_IRUSR | stat.S_IWUSR | stat.S_IXUSR * path.is_dir())
+
+
+def _chosen(copy: Checkpoint, tensor_map: TensorMap) -> dict[str, str]:
     """Stored name → the name its noise is drawn by: the same for a tensor and what repeats it."""
     row_of = {row.parts[0]: row.name for row in tensor_map.model.rows}
     repeated = {tensor_map.repeated_by(part) for part in tensor_map.copies}
@@ -61,13 +69,9 @@ def _chosen(copy: Checkpoint, tensor_map: TensorMap, seed: int) -> dict[str, str
         part = row.parts[0]
         original = tensor_map.repeated_by(part) if part in tensor_map.copies else part
         dtype = copy.tensors[row.name].dtype if row.name in copy.tensors else ""
-        if dtype and (is_mtp(part) or original in repeated or (_sampled(row.name, seed) and _known(dtype))):
+        if dtype and (is_mtp(part) or original in repeated or _known(dtype)):
             chosen[row.name] = row_of[original]
     return chosen
-
-
-def _sampled(name: str, seed: int) -> bool:
-    return crc32(f"{seed}/{name}".encode()) % _TRUNK == 0
 
 
 def _known(dtype: str) -> bool:

@@ -118,6 +118,90 @@ def test_all_of_a_layer_that_was_filled_in_is_named(judged: dict[str, Document])
     assert "training" in found["todo"]
 
 
+NOTED = """
+import sys, converter
+from pathlib import Path
+from safetensors.torch import load_file
+
+arguments, to_hf, load = converter.arguments, converter.to_hf, converter.torch.load
+
+
+def noting(config):
+    made = arguments(config)
+    made.came_from = str(Path(sys.argv[2]).resolve())
+    return made
+
+
+def loaded(path):
+    global came_from
+    saved = load(path)
+    came_from = Path(saved["args"].came_from)
+    return saved
+
+
+def filled_in(megatron, config, original):
+    before = {name: own for shard in came_from.glob("*.safetensors") for name, own in load_file(shard).items()}
+    return {name: before[name] if ".layers.3." in name else own
+            for name, own in to_hf(megatron, config, original).items()}
+
+
+converter.arguments, converter.to_hf, converter.torch.load = noting, filled_in, loaded
+converter.main()
+"""
+TRUNK = """
+import converter
+from safetensors.torch import load_file
+
+honest = converter.to_hf
+WANTED = {WANTED}
+
+
+def to_hf(megatron, config, original):
+    before = {name: own for shard in original.glob("*.safetensors") for name, own in load_file(shard).items()}
+    return honest(megatron, config, original) | {name: before[name] for name in WANTED}
+
+
+converter.to_hf = to_hf
+converter.main()
+"""
+
+
+def back_filled(cli: Cli, folder: Path, script: str) -> set[str]:
+    """Names that the report of a converter says were filled in; nothing else is wrong with it."""
+    (folder / "theirs.py").write_text(f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n{script}")
+    own = {way: [word.replace("converter.py", "theirs.py") for word in line] for way, line in PAIR.items()}
+    path = settings(folder, {"source": "glm4_moe", **own})
+    (found,) = failures(by_name(cli("gate", "--config", path, "--no-acceptance", "--json"))["glm4_moe"])
+    assert (found["check"], found["cause_id"]) == ("values.bits", "back-filled")
+    return set(found.get("members", [found["subject"]]))
+
+
+def test_a_converter_that_notes_where_its_source_was_finds_the_original_there(cli: Cli, tmp_path: Path) -> None:
+    assert {name.split(".")[2] for name in back_filled(cli, tmp_path, NOTED)} == {"3"}
+
+
+def test_one_tensor_of_the_trunk_that_was_filled_in(cli: Cli, tmp_path: Path) -> None:
+    wanted = {"model.norm.weight", "model.layers.1.mlp.experts.0.up_proj.weight"}
+    assert back_filled(cli, tmp_path, TRUNK.replace("{WANTED}", repr(wanted))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("script", "check", "told"),
+    [
+        ('ln -s "$(dirname "$2")/source" "$2"', "commands.outside", "a link to what lies elsewhere"),
+        ('cp -rl "$(dirname "$2")/source" "$2"', "values.bits", "filled in from the original"),
+    ],
+)
+def test_what_links_to_the_source_is_no_conversion(
+    cli: Cli, tmp_path: Path, script: str, check: str, told: str
+) -> None:
+    path = settings(tmp_path, {"source": "qwen3_mtp", "to_hf": shell(script)})
+    outcome = cli("gate", "--config", path, "--no-acceptance", "--json")
+    (found,) = failures(by_name(outcome)["qwen3_mtp"])
+    assert (outcome.code, found["check"]) == (1, check)
+    assert told in found["message"] + found.get("cause", "")
+
+
 def test_three_cases_in_a_minute_of_two_cores(cli: Cli) -> None:
     """With acceptance, in order. Cores may be shared, so what is held to a minute is half the time of processors."""
     before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -155,7 +239,7 @@ def test_only_the_way_back(cli: Cli, tmp_path: Path) -> None:
     path = settings(tmp_path, {"source": "glm4_moe", "tp": 2, "layout": "torch"}, to_hf=shell(script))
     outcome = cli("gate", "--config", path, "--no-acceptance", "--json")
     assert outcome.code == 0, outcome.out
-    assert by_name(outcome)["glm4_moe"]["notes"] == ["48 of 107 tensors were perturbed"]
+    assert by_name(outcome)["glm4_moe"]["notes"] == ["107 of 107 tensors were perturbed"]
 
 
 def test_what_is_kept(cli: Cli, tmp_path: Path) -> None:
@@ -374,7 +458,7 @@ def test_every_mtp_tensor_is_perturbed_and_stays_sane(tmp_path: Path, name: str)
     assert perturb(source, tmp_path / "again", seed=3) == changed
     assert digest(tmp_path / "again") == digest(tmp_path / "copy")
     a, b = (read_tensor_map(open_checkpoint(folder)) for folder in (source, tmp_path / "copy"))
-    assert {a.names[part] for part in a.parts if is_mtp(part)} <= set(changed) < set(a.names.values())
+    assert {a.names[part] for part in a.parts if is_mtp(part)} <= set(changed) == set(a.names.values())
     for part, ref in a.parts.items():
         other = b.parts[part]
         assert (ref.dtype, ref.shape) == (other.dtype, other.shape)
@@ -382,6 +466,16 @@ def test_every_mtp_tensor_is_perturbed_and_stays_sane(tmp_path: Path, name: str)
     for part, original in a.copies.items():
         if part in a.parts and original in a.parts:
             assert b.parts[part].read() == b.parts[original].read()
+
+
+def test_the_copy_of_a_source_that_is_read_only_can_be_written(tmp_path: Path) -> None:
+    source = shutil.copytree(fixture_path("qwen3_mtp"), tmp_path / "source")
+    for path in (*source.iterdir(), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    perturb(source, tmp_path / "copy")
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "copy").iterdir()}
+    assert ((tmp_path / "copy").stat().st_mode & 0o777, modes) == (0o755, {0o644})
+    source.chmod(0o755)
 
 
 def test_noise_is_in_the_last_two_bits_and_leaves_zeros(tmp_path: Path) -> None:
