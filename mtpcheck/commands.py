@@ -60,7 +60,7 @@ def read_command(where: str, key: str, value: Any) -> Command:
             value = shlex.split(value)
         except ValueError as error:
             raise UsageError(f"{where}: {key}: {error}; quote it as for a shell, or give a list") from None
-    if not isinstance(value, list) or not value or not all(isinstance(own, str) and "\0" not in own for own in value):
+    if not isinstance(value, list) or not value or not all(map(_is_argument, value)):
         raise UsageError(f"{where}: {key}: expected a command line, or a list of arguments that are all text")
     named = [match[2] for argument in value for match in _PLACEHOLDER.finditer(argument) if match[2]]
     for name in named:
@@ -74,6 +74,11 @@ def read_command(where: str, key: str, value: Any) -> Command:
         if name not in named:
             raise UsageError(f"{where}: {key}: {{{name}}} is missing: {PLACEHOLDERS[name]}")
     return Command(tuple(value), where)
+
+
+def _is_argument(value: Any) -> bool:
+    """Whether it can be one: text without NUL, and without halves of characters, which YAML can spell."""
+    return isinstance(value, str) and "\0" not in value and not re.search("[\ud800-\udfff]", value)
 
 
 @dataclass(frozen=True)

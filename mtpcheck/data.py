@@ -25,6 +25,8 @@ def load(path: Path) -> Any:
         return yaml.load(path.read_text(encoding="utf-8"), _Once)
     except UnicodeDecodeError as error:
         raise FamilyError(f"{path}: not valid UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise FamilyError(f"{path}: not valid YAML: nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)

@@ -113,6 +113,8 @@ def extract(
 
 def _beside(path: str | Path, what: str) -> Path:
     whole = Path(path).resolve()
+    if not whole.name:
+        raise UsageError(f"{path}: nothing can lie beside it; name the new folder with --out")
     return whole.with_name(f"{whole.name}-{what}")
 
 

@@ -13,6 +13,8 @@ import yaml
 
 from mtpcheck.errors import UsageError
 
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 @dataclass(frozen=True)
 class Table:
@@ -41,15 +43,26 @@ def read_yaml(path: Path) -> Table:
     def table(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Table:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
             key = loader.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in lines:
                 what = "stands twice" if isinstance(key, str) else "is no text"
                 raise UsageError(f"{path}:{key_node.start_mark.line + 1}: key {key!r} {what}")
             lines[key] = key_node.start_mark.line + 1
+        loader.flatten_mapping(node)  # what << stands for is put in front
+        lines = {str(own.value): own.start_mark.line + 1 for own, _ in node.value} | lines
         values = {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
         return Table(str(path), node.start_mark.line + 1, values, lines)
 
+    def date(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+        try:
+            return loader.construct_yaml_timestamp(node)
+        except ValueError:  # such as 30 February: text, which is refused where a date is expected
+            return node.value
+
     Loader.add_constructor("tag:yaml.org,2002:map", table)
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", date)
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except yaml.YAMLError as error:
@@ -58,6 +71,10 @@ def read_yaml(path: Path) -> Table:
         raise UsageError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: is no UTF-8 text: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: not valid YAML: nested too deeply") from None
+    except ValueError as error:  # a number that is none, such as 0b_
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
     if found is None:
         return Table(str(path), 1, {}, {})
     if not isinstance(found, Table):

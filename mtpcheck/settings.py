@@ -153,7 +153,7 @@ def _case(own: Table, gate: Table, folder: Path) -> Case:
         raise UsageError(f"{own.where}: source is missing: the name of a fixture, or a folder")
     source = _text(own, "source")
     name = _text(own, "name", Path(source).name or "case")
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
+    if not name or name.startswith(".") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
         raise UsageError(f"{own.at('name')}: name {name!r} cannot be that of a folder; give another")
 
     def given(key: str) -> Table:

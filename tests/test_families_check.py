@@ -76,6 +76,12 @@ def test_a_file_that_is_not_there_is_no_fault_of_a_family(cli: Cli, tmp_path: Pa
     assert done.code == 2 and "no such file" in done.err and done.out == ""
 
 
+def test_a_file_that_is_nested_too_deeply(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 1000)
+    done = cli("families", "check", tmp_path / "deep.yaml")
+    assert (done.code, done.out.count("\n")) == (1, 1) and "nested too deeply" in done.out
+
+
 def test_neither_torch_nor_transformers_is_imported() -> None:
     script = (
         "import sys; from mtpcheck.cli import run; run(sys.argv[1:])\n"

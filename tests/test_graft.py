@@ -394,6 +394,11 @@ def test_megatron_checkpoints_are_to_be_converted_first(lost: Callable[[str], Pa
 # ---- the command
 
 
+def test_nothing_lies_beside_the_root(cli: Cli) -> None:
+    outcome = cli("graft", "/", "--from", FIXTURES / "llama_mtp")
+    assert (outcome.code, outcome.out) == (2, "") and "name the new folder with --out" in outcome.err
+
+
 def test_the_command_writes_beside_what_it_was_given(lost: Callable[[str], Path], cli: Cli, tmp_path: Path) -> None:
     broken, donor = lost("qwen3_mtp"), FIXTURES / "qwen3_mtp"
     done = cli("graft", broken, "--from", donor, "--no-acceptance", "-q")

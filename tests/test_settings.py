@@ -127,6 +127,14 @@ def test_toml_says_the_same(tmp_path: Path) -> None:
         ("2999-01-31", "soon", ":14: expires is 'soon', expected a date such as 2027-01-31"),
         ("2999-01-31", "2999-01-31 10:00:00", ":14: expires is datetime"),
         ("    expires: 2999-01-31\n", "", ":11: expires is missing"),
+        ("2999-01-31", "2999-02-30", ":14: expires is '2999-02-30', expected a date such as 2027-01-31"),
+        ("two ranks", "n" * 201, ":6: name 'nnn"),
+        ("two ranks", '"a\\nb"', ":6: name 'a\\nb' cannot be that of a folder"),
+        ("two ranks", '"\\ud800"', ":6: name '\\ud800' cannot be that of a folder"),
+        ("[back, ", '["\\ud800", ', ":9: to_hf: expected a command line"),
+        ("tp: 2", "tp: 0b_", ": not valid YAML: invalid literal"),
+        ("GOOD", "a: " + "[" * 1000, ": not valid YAML: nested too deeply"),
+        ("GOOD", "gate: {<<: 3}", ":1: not valid YAML: expected a mapping"),
         ("gate:\n", "gate: 3\nx:\n", ":2: unknown key 'x'"),
         ("GOOD", "- 1", ":1: expected keys with values, got list"),
         ("GOOD", "gate: 3", ":1: gate is 3, expected keys with values"),
@@ -158,6 +166,28 @@ def test_what_is_wrong_is_refused_with_its_line(tmp_path: Path, old: str, new: s
 def test_toml_knows_lines_too(tmp_path: Path, old: str, new: str, told: str) -> None:
     path = written(tmp_path, TOML.replace(old, new, 1), "pyproject.toml")
     assert refused(path).startswith(f"{path}{told}")
+
+
+MERGED = """\
+gate:
+  cases:
+    - &first
+      source: mimo
+      tp: 2
+      to_hf: back {src} {dst}
+    - &second {<<: *first, name: two, tp: 3}
+    - {<<: *second, name: three}
+"""
+
+
+def test_keys_of_another_entry(tmp_path: Path) -> None:
+    cases = read_settings(written(tmp_path, MERGED)).cases
+    assert [(case.name, case.topology.tp, case.source) for case in cases] == [
+        ("mimo", 2, "mimo"), ("two", 3, "mimo"), ("three", 3, "mimo")
+    ]  # fmt: skip
+    assert ":4: gate.cases: unknown key 'sorce'" in refused(written(tmp_path, MERGED.replace("source", "sorce")))
+    assert ":7: tp is 0" in refused(written(tmp_path, MERGED.replace("tp: 3", "tp: 0")))
+    assert ":7: key 'tp' stands twice" in refused(written(tmp_path, MERGED.replace("tp: 3", "tp: 3, tp: 4")))
 
 
 def test_lines_of_lists_on_one_line(tmp_path: Path) -> None:
