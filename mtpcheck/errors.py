@@ -13,7 +13,7 @@ conversion that must not go on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 if TYPE_CHECKING:
     from mtpcheck.report.finding import Finding
@@ -29,6 +29,13 @@ class MtpcheckError(Exception):
 
 class UsageError(MtpcheckError):
     """The arguments contradict each other or the file system."""
+
+
+def require_one_of(name: str, value: object, allowed: object) -> None:
+    """Raise UsageError unless an argument is one of those that its Literal type allows."""
+    choices = get_args(allowed)
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}, expected {' or '.join(map(repr, choices))}")
 
 
 class FormatError(MtpcheckError):

@@ -18,7 +18,7 @@ from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.comparison import compare_sides
 from mtpcheck.convert import check_convertible, convert, other_layout
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
-from mtpcheck.errors import CheckpointFails, UsageError
+from mtpcheck.errors import CheckpointFails, UsageError, require_one_of
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
@@ -50,6 +50,8 @@ def roundtrip(
     What is made in between lies in ``workdir`` (the system's temporary folder by default) and is removed, or
     stays in the new folder ``keep``, as ``keep/<layout>``. Raises MtpcheckError where it cannot judge.
     """
+    if via is not None:
+        require_one_of("via", via, Layout)
     options = options or Options()
     a = open_checkpoint(source, iteration)
     a_map = read_tensor_map(a, family)

@@ -12,7 +12,7 @@ from mtpcheck.checks.changed import describe as describe_components
 from mtpcheck.comparison import add_declaration, add_structure, add_topology, compare_sides, maps_of, presence
 from mtpcheck.diagnosis import diagnose
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
-from mtpcheck.errors import UnsupportedError
+from mtpcheck.errors import UnsupportedError, require_one_of
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Severity, failure
@@ -41,6 +41,7 @@ def verify(
     ``iteration`` chooses one of every side that is a Megatron root. With ``probing`` both are run as well.
     Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
+    require_one_of("values", values, Values)
     a, b = open_checkpoint(reference, iteration), open_checkpoint(candidate, iteration)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)

@@ -56,6 +56,17 @@ def test_of_many_findings_the_first_are_told() -> None:
     assert len(lines) == 7
 
 
+def test_arguments_that_make_no_sense_raise_a_sentence() -> None:
+    with pytest.raises(MtpcheckError, match="values is 'change', expected 'exact' or 'changed'"):
+        verify(GOOD, GOOD, values="change")  # type: ignore[arg-type]
+    with pytest.raises(MtpcheckError, match="via is 'dist', expected 'hf' or 'torch_dist' or 'torch'"):
+        roundtrip(GOOD, via="dist")  # type: ignore[arg-type]
+    with pytest.raises(MtpcheckError, match="columns is 'first', expected 'all' or 'once'"):
+        Probing(columns="first")  # type: ignore[arg-type]
+    with pytest.raises(MtpcheckError, match=r"none\.jsonl cannot be read: No such file"):
+        accept(GOOD, probing=Probing(files={"chat": "none.jsonl"}))  # type: ignore[dict-item]
+
+
 def test_what_could_not_be_judged_is_not_true() -> None:
     report = Report("verify", ["a", "b"])
     report.could_not("acceptance", "there is no\ntokenizer")

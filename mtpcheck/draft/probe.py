@@ -13,7 +13,7 @@ from mtpcheck.draft.acceptance import Acceptance, measure
 from mtpcheck.draft.alive import Verdict, judge
 from mtpcheck.draft.passage import Passage, Touched
 from mtpcheck.draft.workloads import Encode, Workload, bundled, encoder, need_enough, read_workload
-from mtpcheck.errors import UsageError
+from mtpcheck.errors import UsageError, require_one_of
 from mtpcheck.progress import Progress, bar
 from mtpcheck.tensormap import TensorMap
 
@@ -30,6 +30,9 @@ class Probing:
 
     columns: Columns = "all"
     files: Mapping[str, Path] = field(default_factory=bundled)
+
+    def __post_init__(self) -> None:
+        require_one_of("columns", self.columns, Columns)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def read_workloads(checkpoint: Checkpoint, tensor_map: TensorMap, files: Mapping
         return encoder(folder)
 
     vocab = tensor_map.facts["vocab"]
-    made = [read_workload(name, path, lambda text: tokenizer()(text), vocab) for name, path in files.items()]
+    made = [read_workload(name, Path(path), lambda text: tokenizer()(text), vocab) for name, path in files.items()]
     if not made:
         raise UsageError("there is no workload to draft on")
     need_enough(made)
