@@ -21,7 +21,8 @@ from mtpcheck.draft.trunk import Hidden, Trunk
 from mtpcheck.draft.vocabulary import Scored, score
 from mtpcheck.draft.weights import Weights
 from mtpcheck.errors import UnsupportedError, UsageError
-from mtpcheck.family import BESIDE, load_family
+from mtpcheck.family import load_family
+from mtpcheck.model import BESIDE
 from mtpcheck.progress import Progress
 from mtpcheck.tensormap import TensorMap
 

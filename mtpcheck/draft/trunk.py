@@ -12,6 +12,7 @@ multiplies chunks. What a family has between hidden state and logits besides its
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -96,10 +97,10 @@ class Trunk:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        from transformers.utils import logging
+        from transformers.utils.logging import get_verbosity, set_verbosity
 
-        before = logging.get_verbosity()
-        logging.set_verbosity_error()  # it recommends kernels that a CPU has no use for
+        before = get_verbosity()
+        set_verbosity(logging.ERROR)  # it recommends kernels that a CPU has no use for
         try:
             yield
         except (MtpcheckError, MemoryError, OSError):
@@ -107,7 +108,7 @@ class Trunk:
         except Exception as error:
             raise refused(self._family, error) from None
         finally:
-            logging.set_verbosity(before)
+            set_verbosity(before)
 
     # ---- fitting modules with readers
 
