@@ -45,7 +45,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         return _pipe_closed()
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        complain(f"{where}{error.strerror or error}; nothing was left behind")
+        complain(f"{where}{error.strerror or error}; nothing half-written was left behind")
         return COULD_NOT_JUDGE
     except Exception as error:
         if callable(show := getattr(error, "show", None)):  # a usage error; its class is typer's or click's
@@ -55,7 +55,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         complain("this is a fault of mtpcheck, not of the checkpoint; please report it with the lines above")
         return COULD_NOT_JUDGE
     if result in (_INTERRUPTED, _TERMINATED):
-        complain("interrupted; nothing was left behind")
+        complain("interrupted; nothing half-written was left behind")
     return result if isinstance(result, int) else HOLDS
 
 

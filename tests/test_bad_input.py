@@ -577,7 +577,7 @@ def test_disk_full(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     where = str(place.target) if command == "convert" else str(place.tmp)
-    words = (where, "No space left on device", "nothing was left behind")
+    words = (where, "No space left on device", "nothing half-written was left behind")
     check_refused(cli(command, *arguments(command, place)), place, before, words)
 
 
@@ -678,7 +678,7 @@ def test_signals(
     assert process.returncode == 128 + number, stderr
     assert (stdout, list(out.iterdir())) == ("", [])
     assert "Traceback" not in stderr
-    assert "nothing was left behind" in stderr
+    assert "nothing half-written was left behind" in stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
