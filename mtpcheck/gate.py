@@ -29,7 +29,7 @@ from mtpcheck.draft.probe import Probing
 from mtpcheck.errors import MtpcheckError, UnsupportedError, UsageError
 from mtpcheck.megatron import Options
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
-from mtpcheck.perturb import copy_writable, perturb
+from mtpcheck.perturb import copy_checkpoint, perturb
 from mtpcheck.report.finding import Finding, failure
 from mtpcheck.report.report import Cases, Report
 from mtpcheck.settings import Case, Settings
@@ -158,7 +158,7 @@ class _Run:
         require_mtp(opened, tensor_map, allow_none=False)
         self.folder.mkdir()
         (self.folder / "unperturbed").mkdir()
-        copy_writable(opened.folder, self.original)
+        copy_checkpoint(opened, self.original)
         changed = perturb(self.original, self.perturbed, tensor_map.family, self.case.seed)
         self.report.notes.append(f"{len(changed):,} of {len(opened.tensors):,} tensors were perturbed")
         return tensor_map
@@ -193,10 +193,11 @@ class _Run:
         if way != "to_hf":
             yield
             return
+        original = open_checkpoint(self.original)
         with tempfile.TemporaryDirectory(prefix=".", dir=self.folder.parent) as aside:
             hidden = self.perturbed.rename(Path(aside) / "source")
             try:
-                copy_writable(self.original, self.perturbed)
+                copy_checkpoint(original, self.perturbed)
                 yield
             finally:
                 shutil.rmtree(self.perturbed, ignore_errors=True)

@@ -19,7 +19,7 @@ import numpy as np
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.encoding import CODES
 from mtpcheck.errors import UnsupportedError
-from mtpcheck.files import LocalFile
+from mtpcheck.files import LocalFile, inside
 from mtpcheck.move import Bytes, read_plan, slabs, straight_run, write_at
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorMap, is_mtp, read_tensor_map
@@ -34,7 +34,7 @@ def perturb(source: Path, target: Path, family: str | None = None, seed: int = 0
 
     Raises UnsupportedError for an MTP tensor of such a dtype, and for what it repeats.
     """
-    copy_writable(source, target)
+    copy_checkpoint(open_checkpoint(source), target)
     copy = open_checkpoint(target)
     tensor_map = read_tensor_map(copy, family)
     changed = []
@@ -52,12 +52,16 @@ def perturb(source: Path, target: Path, family: str | None = None, seed: int = 0
     return changed
 
 
-def copy_writable(source: Path, target: Path) -> None:
-    """Copy a folder; the owner may write all of the copy, even where a cache made the source read-only."""
-    shutil.copytree(source, target)
-    for name, _, files in os.walk(target):
-        for path in (Path(name), *(Path(name) / file for file in files)):
-            path.chmod(path.stat().st_mode | stat.S_IRUSR | stat.S_IWUSR | stat.S_IXUSR * path.is_dir())
+def copy_checkpoint(source: Checkpoint, target: Path) -> None:
+    """Copy what a HF folder is made of to a new folder: no hidden files, and nothing that a link leads out to. The
+    owner may write all of the copy, even where a cache made the source read-only."""
+    assert source.hf is not None
+    target.mkdir()
+    for name in (*(shard.file for shard in source.hf.shards), *source.hf.others):
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(inside(source.folder, name), copy)
+        copy.chmod(copy.stat().st_mode | stat.S_IRUSR | stat.S_IWUSR)
 
 
 def _chosen(copy: Checkpoint, tensor_map: TensorMap) -> dict[str, str]:
