@@ -83,7 +83,7 @@ def transformer_config(args: Any, spec: str, **parallel: Any) -> Any:
         "layernorm_epsilon": args.norm_epsilon,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "rotary_interleaved": args.rotary_interleaved,
+        "rotary_interleaved": getattr(args, "rotary_interleaved", False),
     }
     if args.multi_latent_attention:
         settings |= latent_settings(args)

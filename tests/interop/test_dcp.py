@@ -39,7 +39,7 @@ def stored(memory: Tensors, config: Config) -> Tensors:
     out = dict(memory)
     for experts in {key.split(".experts.")[0] for key in memory if ".mlp.experts." in key}:
         for linear in ("linear_fc1", "linear_fc2"):
-            count = config["n_routed_experts"]
+            count = config["n_routed_experts" if "n_routed_experts" in config else "num_experts"]
             rows = [out.pop(f"{experts}.experts.{linear}.weight{expert}") for expert in range(count)]
             out[f"{experts}.experts.experts.{linear}.weight"] = torch.stack(rows)
     if "first_k_dense_replace" in config:
