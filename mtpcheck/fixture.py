@@ -101,6 +101,8 @@ def _facts(base: TensorMap, size: Size) -> dict[str, Any]:
         facts["dense_layers"] = min(facts["dense_layers"], layers)
         if facts["experts"] % facts["router_groups"] or facts["experts"] < 2 * facts["router_groups"]:
             facts |= {"router_groups": 1, "router_topk_groups": 1}  # a group is judged by its two best
+    if mtp > 1 and "mtp_steps" in facts:
+        facts["mtp_steps"] = None  # several steps are for a layer that is repeated
     facts |= {name: resized(value, base.facts, layers, mtp) for name, value in facts.items() if isinstance(value, list)}
     return facts | {"layers": layers, "mtp_layers": mtp, "mtp_stored": mtp}
 
