@@ -13,7 +13,19 @@ from tests.mutants import hf
 from tests.mutants.case import Edit
 from tests.mutants.values import fresh
 
-FIXTURE_NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
+FIXTURE_NAMES = [
+    "deepseek_v3",
+    "deepseek_v3_noq",
+    "glm4_moe",
+    "glm4_moe_nocopies",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "llama_mtp",
+    "mimo",
+    "qwen2_mtp",
+    "qwen3_mtp",
+]
+"""Those whose MTP layer the mutators know by its names; each lies in one list of layers."""
 LAYER_TYPES = ["full_attention"] * 3  # of qwen3_mtp: two decoder layers and the MTP layer
 FP8 = "deepseek_v3 in FP8"
 
