@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from mtpcheck.tensormap import TensorRef, read_tensor_map
 from mtpcheck.topology import Topology
 from mtpcheck.verify import verify
 from tests.conftest import FIXTURES, edit_json, edit_tensors
-from tests.megatron_edit import edit_rank
+from tests.megatron_edit import edit_metadata, edit_rank
 
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 TEXT = Options(text_only=True)
@@ -401,3 +402,31 @@ def test_arguments_that_would_mean_another_model_are_found(tmp_path: Path) -> No
         edit_rank(edited / "release" / "mp_rank_00", change)
         report = verify(FIXTURES / "qwen3_next", edited)
         assert any(argument in f.subject for f in report.failures if f.check == "declaration.config"), argument
+
+
+def test_a_gated_projection_under_another_name_is_missed(tmp_path: Path) -> None:
+    """As in a fork of Megatron, which has a name of its own for queries that are joined with their gate."""
+    convert(FIXTURES / "qwen3_next", tmp_path / "megatron", options=TEXT)
+    name = "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight"
+    other = name.replace("linear_qkv", "linear_qgkv")
+
+    def rename(metadata: Any) -> None:
+        metadata.state_dict_metadata[other] = metadata.state_dict_metadata.pop(name)
+        metadata.storage_data = {
+            dataclasses.replace(key, fqn=other) if key.fqn == name else key: value
+            for key, value in metadata.storage_data.items()
+        }
+
+    edit_metadata(tmp_path / "megatron" / "release", rename)
+    report = verify(FIXTURES / "qwen3_next", tmp_path / "megatron")
+    assert [(f.check, f.cause_id) for f in report.failures] == [("presence.missing", "renamed")]
+
+
+def test_rows_of_a_gate_that_are_gone_are_missed(copy_of: Callable[[str], Path]) -> None:
+    candidate = copy_of("qwen3_next")
+    name = "mtp.layers.0.self_attn.q_proj.weight"
+    shard = next(p for p in sorted(candidate.glob("*.safetensors")) if name in load_file(p))
+    edit_tensors(shard, lambda tensors: tensors.update({name: tensors[name][: len(tensors[name]) // 2].clone()}))
+    report = verify(FIXTURES / "qwen3_next", candidate)
+    assert report.exit_code == 1
+    assert name in {subject for f in report.failures for subject in (f.subject, *f.members)}

@@ -193,7 +193,7 @@ def test_tied_models_may_store_their_head(tmp_path: Path) -> None:
 
 def test_megatron_sources_round_trip_too(tmp_path: Path) -> None:
     report = roundtrip(FIXTURES / "megatron/core-0.16.1/moegqa_te_tp1/torch_dist", keep=tmp_path / "kept")
-    assert report.findings == []
+    assert {(f.check, f.severity) for f in report.findings} == {("result.family", "note")}  # others would fit, too
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["hf", "torch_dist"]
     config = json.loads((tmp_path / "kept/hf/config.json").read_text())
     assert (config["model_type"], config["num_nextn_predict_layers"]) == ("glm4_moe", 1)

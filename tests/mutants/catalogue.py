@@ -23,8 +23,8 @@ MUTANTS: list[Case] = [
 ]
 
 LEFT = [
-    Left("M24", "rows of a gated QKV are dropped", "no family here has a gate in its attention"),
-    Left("M30", "MTP experts stacked, those of the trunk apart", "no family here stores them stacked in safetensors"),
+    Left("M24", "rows of a gated QKV are dropped", "tests/test_gated.py has it, with gated models"),
+    Left("M30", "MTP experts stacked, those of the trunk apart", "tests/test_gated.py has it, with packed experts"),
     Left("M58", "the hidden state is taken after the final norm", "a fault of what runs the head, not of files"),
 ]  # fmt: skip
 
