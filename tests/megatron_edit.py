@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,16 @@ def drop_keys(folder: Path, match: Callable[[str], bool]) -> int:
     return len(gone)
 
 
+def _load(path: Path) -> Any:
+    """Unpickle a sample. Its classes make megatron-core import itself, which warns of what is not installed."""
+    with warnings.catch_warnings(action="ignore"):
+        return torch.load(path, weights_only=False)
+
+
 def edit_args(folder: Path, **changed: Any) -> None:
     """Change training arguments in ``common.pt``."""
     path = folder / "common.pt"
-    state = torch.load(path, weights_only=False)
+    state = _load(path)
     for name, value in changed.items():
         setattr(state["args"], name, value)
     torch.save(state, path)
@@ -44,7 +51,7 @@ def edit_args(folder: Path, **changed: Any) -> None:
 def edit_rank(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what one rank's file holds."""
     path = folder / "model_optim_rng.pt"
-    root = torch.load(path, weights_only=False)
+    root = _load(path)
     root["args"].attention_backend = None
     change(root)
     torch.save(root, path)
