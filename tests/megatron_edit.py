@@ -33,7 +33,7 @@ def drop_keys(folder: Path, match: Callable[[str], bool]) -> int:
     return len(gone)
 
 
-def _load(path: Path) -> Any:
+def load_pickled(path: Path) -> Any:
     """Unpickle a sample. Its classes make megatron-core import itself, which warns of what is not installed."""
     with warnings.catch_warnings(action="ignore"):
         return torch.load(path, weights_only=False)
@@ -42,7 +42,7 @@ def _load(path: Path) -> Any:
 def edit_args(folder: Path, **changed: Any) -> None:
     """Change training arguments in ``common.pt``."""
     path = folder / "common.pt"
-    state = _load(path)
+    state = load_pickled(path)
     for name, value in changed.items():
         setattr(state["args"], name, value)
     torch.save(state, path)
@@ -51,7 +51,7 @@ def edit_args(folder: Path, **changed: Any) -> None:
 def edit_rank(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change what one rank's file holds."""
     path = folder / "model_optim_rng.pt"
-    root = _load(path)
+    root = load_pickled(path)
     root["args"].attention_backend = None
     change(root)
     torch.save(root, path)

@@ -21,7 +21,7 @@ from mtpcheck.report.report import Report
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import read_tensor_map
 from mtpcheck.verify import verify
-from tests.megatron_edit import drop_keys, edit_args, flip_bit
+from tests.megatron_edit import drop_keys, edit_args, flip_bit, load_pickled
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 Tensors = dict[str, torch.Tensor]
@@ -267,7 +267,7 @@ def test_arguments_that_give_the_weights_another_meaning_fail(argument: str, val
 def test_an_export_without_arguments_cannot_be_judged(tmp_path: Path) -> None:
     convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
     path = tmp_path / "megatron/release/common.pt"
-    state = torch.load(path, weights_only=False)
+    state = load_pickled(path)
     del state["args"]
     torch.save(state, path)
     with pytest.raises(UnsupportedError, match="no training arguments"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests import megatron_edit
-from tests.megatron_edit import edit_metadata, payload_of
+from tests.megatron_edit import edit_metadata, load_pickled, payload_of
 from tests.mutants.case import Edit
 from tests.mutants.values import Change
 
@@ -77,7 +77,7 @@ def _in_ranks(folder: Path, pattern: str, change: Callable[[Tensors], object], r
     for path in sorted(folder.rglob(FILE)):
         if not path.parent.name.startswith(ranks):
             continue
-        root = torch.load(path, weights_only=False)
+        root = load_pickled(path)
         for chunk in [key for key in root if key.startswith("model")]:
             own = {n: t for n, t in root[chunk].items() if isinstance(t, torch.Tensor) and re.match(pattern, n)}
             if not own:
@@ -165,7 +165,7 @@ def spell(name_of: Callable[[str], str], ranks: str = "") -> Edit:
         for path in sorted(folder.rglob(FILE)):
             if not path.parent.name.startswith(ranks):
                 continue
-            root = torch.load(path, weights_only=False)
+            root = load_pickled(path)
             for chunk in [key for key in root if key.startswith("model")]:
                 root[chunk] = {name_of(name): value for name, value in root[chunk].items() if name_of(name)}
             torch.save(root, path)
@@ -185,7 +185,7 @@ def renumber(chunk: str, number_of: Callable[[int], int], ranks: str = "") -> Ed
     def edited(folder: Path) -> None:
         for path in sorted(folder.rglob(FILE)):
             if path.parent.name.startswith(ranks):
-                root = torch.load(path, weights_only=False)
+                root = load_pickled(path)
                 root[chunk] = {name_of(name): value for name, value in root[chunk].items()}
                 torch.save(root, path)
 
