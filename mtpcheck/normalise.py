@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
-from mtpcheck.checks.quantization import check_quantization
-from mtpcheck.constant import constants
-from mtpcheck.declared import Packing, read_packing
+from mtpcheck.claim import claim, claim_hf
 from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
-from mtpcheck.encoding import Decoded, decode, decode_parts
+from mtpcheck.encoding import decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
 from mtpcheck.family import Family, family_names, family_of_config, load_family
 from mtpcheck.layouts.hf import header_entries
 from mtpcheck.model import BESIDE, Model
 from mtpcheck.offset import from_megatron, offsets
-from mtpcheck.packing import WEIGHT, Module, packings
 from mtpcheck.report.finding import Finding, failure, note
-from mtpcheck.rows import Row, factored
+from mtpcheck.rows import Row
 from mtpcheck.rules import MISSING, ArgRow
 from mtpcheck.tensormap import DTYPE_BITS, TensorMap, TensorRef, is_mtp
 
@@ -69,7 +66,7 @@ def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
     for name in stored:
         if name.startswith(family.beside):
             model.carry(name, checkpoint.tensors[name].shape)
-    return _claim_hf(model, checkpoint)
+    return claim_hf(model, checkpoint)
 
 
 def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
@@ -99,7 +96,7 @@ def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
         {name for raw in headers for name in header_entries(raw)},
     )
     spelled = stored_rows(checkpoint, model)
-    return _with_values(_claim(model, spelled, checkpoint, notes), spelled, checkpoint)
+    return _with_values(claim(model, spelled, checkpoint, notes), spelled, checkpoint)
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int:
@@ -127,8 +124,8 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
     _count_undeclared(facts)
     model = replace(reference.model, facts=facts)
     if checkpoint.layout == "hf":
-        return _claim_hf(model, checkpoint, findings)
-    return _with_values(_claim(model, rows, checkpoint, findings), rows, checkpoint)
+        return claim_hf(model, checkpoint, findings)
+    return _with_values(claim(model, rows, checkpoint, findings), rows, checkpoint)
 
 
 def _with_values(tensor_map: TensorMap, rows: list[Row], checkpoint: Checkpoint) -> TensorMap:
@@ -219,112 +216,6 @@ def _count_undeclared(facts: dict[str, Any]) -> None:
     """Where no key declares MTP layers, and the family does without, those that are stored are meant."""
     if "mtp_layers" in facts and facts["mtp_layers"] is None:
         facts["mtp_layers"] = facts["mtp_stored"]
-
-
-def _claim_hf(model: Model, checkpoint: Checkpoint, notes: Iterable[Finding] = ()) -> TensorMap:
-    """Claim an HF checkpoint's tensors, decoded as far as they can be, and judge how they are packed."""
-    decoded, packing = decode(checkpoint), read_packing(checkpoint)
-    found = check_quantization(checkpoint, model, packing)
-    told = {(finding.check, finding.subject) for finding in found}
-    found += [
-        replace(f, where=f.where or str(checkpoint.path)) for f in decoded.findings if (f.check, f.subject) not in told
-    ]
-    claimed = _claim(model, model.rows, checkpoint, [*notes, *found], decoded, packing)
-    absent = constants(model, claimed.parts)
-    parts = {**claimed.parts, **absent}
-    return replace(
-        claimed,
-        parts={part: parts[part] for part in model.shapes if part in parts},
-        names={**claimed.names, **{part: part for part in absent}},
-    )
-
-
-def _still_packed(packing: Packing, decoded: Decoded) -> dict[str, Module]:
-    """Row → the module that holds its codes, where they are not decoded."""
-    coded = (module for module in packing.modules.values() if module.codes and module.codes not in decoded.encoded)
-    return {f"{module.name}.{WEIGHT}": module for module in coded}
-
-
-def _of_packing(packing: Packing, rows: list[Row], decoded: Decoded) -> set[str]:
-    """Stored tensors that are codes, or belong to some, and so to a row. What lies beside decoded codes is none."""
-    names = {row.name for row in rows}
-    found: set[str] = set()
-    for module in packing.modules.values():
-        if f"{module.name}.{WEIGHT}" in names and module.codes not in decoded.encoded:
-            found.update(whole for end, whole in module.tensors.items() if module.codes or end in packings().scales)
-    return found
-
-
-def _claim(
-    model: Model,
-    rows: list[Row],
-    checkpoint: Checkpoint,
-    notes: Iterable[Finding] = (),
-    decoded: Decoded | None = None,
-    packing: Packing | None = None,
-) -> TensorMap:
-    """Give every stored tensor to its row, every part its plan; what is left over either way is a finding."""
-    parts: dict[str, TensorRef] = {}
-    padding: dict[str, TensorRef] = {}
-    names: dict[str, str] = {}
-    decoded = decoded or Decoded(checkpoint.tensors)
-    findings = [*checkpoint.findings, *notes]
-    missing: list[Finding] = []
-    left = dict.fromkeys(decoded.tensors)
-    still = _still_packed(packing, decoded) if packing else {}
-    owned = _of_packing(packing, rows, decoded) if packing else set()
-    packed: dict[str, Module] = {}
-    for row in rows:
-        if row.name in still:
-            packed.update(dict.fromkeys(row.parts, still[row.name]))
-            continue
-        ref = decoded.tensors.get(row.name)
-        if ref is None:
-            if not all(part in model.copies for part in row.parts):
-                missing.append(_missing(row, checkpoint))
-            continue
-        del left[row.name]
-        expected = row.shape(model.shapes)
-        if ref.shape != expected:
-            what = f"has another shape than {model.family} gives it"
-            findings.append(
-                failure("presence.shape", row.name, what, expected=str(list(expected)), got=str(list(ref.shape)))
-            )
-            continue
-        for part, plan in row.split(ref.plan, model.shapes).items():
-            parts[part] = TensorRef(ref.dtype, plan)
-            names[part] = row.name
-        if row.pad is not None:
-            true_rows = factored(model.shapes[row.parts[0]])[0]
-            if row.pad > true_rows:
-                padding[row.parts[0]] = TensorRef(ref.dtype, ref.plan.slice(0, true_rows, row.pad))
-    findings += _of_one_cause(missing, checkpoint)
-    findings += [
-        failure("presence.unclaimed", name, f"no tensor of {model.family}; the other layout has no place for it")
-        for name in left
-        if name not in owned
-    ]
-    ordered = {part: parts[part] for part in model.shapes if part in parts}
-    return TensorMap(model, ordered, padding, tuple(findings), names, decoded.encoded, packed, packing=packing)
-
-
-def _of_one_cause(missing: list[Finding], checkpoint: Checkpoint) -> list[Finding]:
-    """What is missing; in one finding where a rank is, since that says why."""
-    lost = [f.subject for f in checkpoint.findings if f.check == "topology.rank" and "missing" in f.message]
-    unfit = {f.subject for f in checkpoint.findings if f.check == "topology.share"}
-    missing = [finding for finding in missing if finding.subject not in unfit]
-    if not missing or not lost:
-        return missing
-    what = f"cannot be put together without {', '.join(lost[:3])}" + (" and others" if len(lost) > 3 else "")
-    return [failure("presence.missing", f"{len(missing):,} tensors", what, where=str(checkpoint.folder))]
-
-
-def _missing(row: Row, checkpoint: Checkpoint) -> Finding:
-    what = "MTP layer" if is_mtp(row.parts[0]) else "model"
-    return failure(
-        "presence.missing", row.name, f"a tensor of the {what} is missing", where=str(checkpoint.folder),
-        expected=", ".join(row.parts[:3]) + (" …" if len(row.parts) > 3 else ""),
-    )  # fmt: skip
 
 
 def _only_fit(checkpoint: Checkpoint) -> TensorMap:

@@ -684,7 +684,7 @@ def test_signals(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_crash_is_no_verdict(command: str, yard: MakeYard, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     place = yard("qwen2_mtp")
-    monkeypatch.setattr("mtpcheck.normalise._claim", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("mtpcheck.claim.claim", lambda *_, **__: 1 // 0)
     outcome = cli(command, *arguments(command, place))
     assert (outcome.code, outcome.out, place.left_behind) == (2, "", [])
     assert "ZeroDivisionError" in outcome.err

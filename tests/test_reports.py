@@ -158,7 +158,7 @@ def test_could_not_judge(command: str, yard: MakeYard, cli: Cli, tmp_path: Path)
 
 
 def test_crash_is_an_error_in_the_reports(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpcheck.normalise._claim", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("mtpcheck.claim.claim", lambda *_, **__: 1 // 0)
     outcome = cli("roundtrip", GOOD, "--json", "--report", f"junit={tmp_path}/r.xml")
     assert (outcome.code, document(outcome)["verdict"]) == (2, "could not judge")
     assert "ZeroDivisionError" in document(outcome)["error"]
