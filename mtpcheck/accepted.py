@@ -23,15 +23,15 @@ class Known:
 
     def accept(self, report: Report) -> None:
         """Turn findings that an entry speaks of into notes; a group without other failures has passed then."""
-        report.findings = [own for finding in report.findings for own in self._without_known(finding)]
+        report.findings = [own for finding in report.findings for own in self._without_known(finding, report)]
         for number, check in enumerate(report.checks):
             left = any(f.severity is Severity.FAILURE for f in of_group(report.findings, check.group))
             if check.status == "failed" and not left:
                 told = f"{check.detail}; all that fails is accepted"
                 report.checks[number] = replace(check, status="passed", detail=told)
 
-    def _without_known(self, finding: Finding) -> Iterator[Finding]:
-        """What is left of a finding, and a note for each entry that accepts some or all of its members."""
+    def _without_known(self, finding: Finding, report: Report) -> Iterator[Finding]:
+        """What is left of a finding of a report, and a note for each entry that accepts some or all of its members."""
         left = list(finding.members or (finding.subject,))
         for entry in self._valid:
             if finding.check != entry.check or finding.severity is Severity.NOTE:
@@ -39,6 +39,7 @@ class Known:
             if own := [name for name in left if fnmatchcase(name, entry.tensor)]:
                 self.used.add(entry)
                 left = [name for name in left if name not in own]
+                report.accepted += 1
                 yield _noted(finding, own, entry)
         if len(left) == len(finding.members or (finding.subject,)):
             yield finding

@@ -119,7 +119,7 @@ class _Run:
         """The whole case. What it cannot be judged for is told by its report."""
         try:
             self._judge(alive)
-        except MtpcheckError as error:
+        except (MtpcheckError, OSError) as error:  # of this case alone; the others are judged all the same
             self.report.could_not("commands", str(error))
         return self.report
 
@@ -253,6 +253,7 @@ class _Run:
                 self.report.checks.append(replace(check, detail=f"{leg}: {check.detail}"))
         told = {(f.check, f.subject, f.cause_id) for f in self.report.findings}
         self.report.findings += [f for f in judged.findings if (f.check, f.subject, f.cause_id) not in told]
+        self.report.accepted += judged.accepted
         self.report.components = self.report.components or judged.components
         self.report.declared = self.report.declared or judged.declared
         self.report.acceptance = judged.acceptance

@@ -304,6 +304,7 @@ def test_verify_and_roundtrip_accept_what_a_file_that_is_named_says(
     good = verified(entry("2999-01-01"))
     assert good.code == 0, good.out
     assert "accepted until 2999-01-01: known" in good.out and "1 of 1 known differences met" in good.out
+    assert ", 1 known difference accepted" in good.out
     assert cli("verify", fixture_path("qwen2_mtp"), place.source).code == 1
     old = verified(entry("2020-01-01"))
     assert old.code == 1 and "accepted.expired" in old.out

@@ -88,6 +88,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Lines for a person, without weight for the verdict."""
+    accepted: int = 0
+    """Findings that would count and are known differences: the verdict says so, lest they hide what is new."""
     components: list[Component] = field(default_factory=list)
     """In the order of the model, the MTP layers last; empty where nothing was compared."""
     declared: list[Declared] = field(default_factory=list)

@@ -25,6 +25,7 @@ def verdict(report: Report) -> tuple[str, str]:
     if report.verdict == "holds":
         warnings = sum(1 for f in report.findings if f.severity is Severity.WARNING and not f.source)
         told = f", {counted(warnings, 'warning')}" if warnings else ""
+        told += f", {counted(report.accepted, 'known difference')} accepted" if report.accepted else ""
         return "HOLDS", told + "".join(f"; {text}" for text in (source, skipped) if text)
     if report.verdict == "fails":
         told = counted(own, "failure") if own else ""
