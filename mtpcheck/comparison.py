@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.components import component_table, declared_table
-from mtpcheck.checks.copies import check_tied, compare_copies
+from mtpcheck.checks.copies import check_tied, compare_beside, compare_copies
 from mtpcheck.checks.declaration import check_count, compare_configs, compare_facts
 from mtpcheck.checks.head import check_head
 from mtpcheck.checks.structure import of_conversion, with_bits
@@ -76,6 +76,8 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right, found = maps_of(a, b, only_mtp)
     found += [*of_group(right.findings, "values"), *compare_copies(left, right)]
+    if b.checkpoint.layout != "hf":
+        found += compare_beside(left, right)
     if common := left.encoded.keys() & right.encoded.keys():  # codes and scales say more than their products
         before, after = ({s: r for name in common for s, r in m.encoded[name].beside.items()} for m in (left, right))
         found += compare_stored(before, after, Silent())

@@ -122,7 +122,8 @@ def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:
     facts, findings = _own_facts(checkpoint, reference)
     facts["mtp_stored"] = len(stored)
     _count_undeclared(facts)
-    model = replace(reference.model, facts=facts)
+    own = reference.model
+    model = replace(own, facts=facts, shapes=dict(own.shapes), rows=list(own.rows))  # what lies beside is added
     if checkpoint.layout == "hf":
         return claim_hf(model, checkpoint, findings)
     return _with_values(claim(model, rows, checkpoint, findings), rows, checkpoint)

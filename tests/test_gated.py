@@ -25,7 +25,7 @@ from mtpcheck.offset import Offset
 from mtpcheck.plan import Plan
 from mtpcheck.proof import prove
 from mtpcheck.roundtrip import roundtrip
-from mtpcheck.tensormap import TensorRef, read_tensor_map
+from mtpcheck.tensormap import TensorRef, read_like, read_tensor_map
 from mtpcheck.topology import Topology
 from mtpcheck.verify import verify
 from tests.conftest import FIXTURES, edit_json, edit_tensors
@@ -184,6 +184,29 @@ def test_a_changed_tensor_beside_the_text_model_shows(tmp_path: Path, copy_of: C
     convert(folder, tmp_path / "megatron", options=TEXT)
     report = verify(FIXTURES / "qwen3_5", tmp_path / "megatron")
     assert {(f.check, f.subject) for f in report.failures} == {("values.bits", name)}
+
+
+def test_what_is_not_beside_the_text_model_is_told(tmp_path: Path) -> None:
+    """As after training, which saves the text model alone; or when only a part of it is left."""
+    convert(FIXTURES / "qwen3_5", tmp_path / "megatron", options=TEXT)
+    without = Path(shutil.copytree(tmp_path / "megatron", tmp_path / "without"))
+    aside = tmp_path / "megatron" / "release" / "mtpcheck" / "aside.safetensors"
+    edit_tensors(aside, lambda tensors: tensors.pop("model.visual.merger.norm.bias"))
+    report = verify(FIXTURES / "qwen3_5", tmp_path / "megatron")
+    assert {(f.check, f.subject) for f in report.failures} == {("presence.missing", "model.visual.merger.norm.bias")}
+    shutil.rmtree(without / "release" / "mtpcheck")
+    report = verify(FIXTURES / "qwen3_5", without)
+    assert report.failures == [] and [f.check for f in report.findings] == ["presence.beside"]
+
+
+def test_a_reference_is_not_changed_by_what_is_held_against_it(tmp_path: Path) -> None:
+    convert(FIXTURES / "qwen3_5", tmp_path / "megatron", options=TEXT)
+    without = Path(shutil.copytree(tmp_path / "megatron", tmp_path / "without"))
+    shutil.rmtree(without / "release" / "mtpcheck")
+    reference = read_tensor_map(open_checkpoint(without), "qwen3_5")
+    before = list(reference.model.rows), dict(reference.model.shapes)
+    assert len(read_like(open_checkpoint(tmp_path / "megatron"), reference).model.rows) > len(before[0])
+    assert (reference.model.rows, reference.model.shapes) == before
 
 
 # ---- norms as distances from one

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtpcheck.compare import differs
-from mtpcheck.report.finding import Finding, failure, note
+from mtpcheck.model import BESIDE
+from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.tensormap import TensorMap, TensorRef, is_mtp
 
 
@@ -48,3 +49,14 @@ def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding
         )  # fmt: skip
     else:
         yield note("presence.copy", name, f"repeats {original}, the other checkpoint leaves it out")
+
+
+def compare_beside(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
+    """Tensors of no text model that a Megatron checkpoint does not have beside it: none, as after training, or some."""
+    own = [part for part in reference.parts if part.startswith(BESIDE)]
+    lost = [reference.names[part] for part in own if part not in candidate.parts]
+    if lost and len(lost) == len(own) and not any(part.startswith(BESIDE) for part in candidate.parts):
+        what = f"and {len(lost) - 1:,} more belong to no text model, and are not here: not compared"
+        yield warning("presence.beside", lost[0], what)
+    else:
+        yield from (failure("presence.missing", name, "is no longer beside the text model") for name in lost)
