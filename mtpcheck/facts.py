@@ -19,6 +19,7 @@ _LINEAR = {f"linear_{what}" for what in ("key_heads", "value_heads", "key_dim", 
 _POSITIVE = {"hidden", "heads", "groups", "head_dim", "vocab", *_LINEAR}
 _MOE = {"experts", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers"}
 _COUNTS = {"layers", "ffn", "mtp_layers", *_MOE, *_POSITIVE}
+_MOST_SHARE = 1 << 40
 _MOST = {"layers": 10_000, "experts": 100_000}  # beyond any model; a file that says more would keep us busy for hours
 
 
@@ -69,7 +70,7 @@ class Form:
 
     def fact_of(self, key: str, value: Any, facts: Mapping[str, Any]) -> Any:
         if self.of:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not facts.get(self.of):
+            if type(value) not in (int, float) or not abs(value) <= _MOST_SHARE or not facts.get(self.of):
                 raise FormatError(f"config.json: {key} is {value!r}, expected a share of {self.of}")
             return value / facts[self.of]
         value = of_layers(value, facts) if isinstance(value, list) else value
@@ -155,7 +156,9 @@ def store(config: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key, or delete it if ``value`` is MISSING."""
     *path, last = key.split(".")
     for name in path:
-        config = config.setdefault(name, {})
+        if not isinstance(config.get(name), dict):
+            config[name] = {}
+        config = config[name]
     if value is MISSING:
         config.pop(last, None)
     else:

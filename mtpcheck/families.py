@@ -10,7 +10,7 @@ from mtpcheck.checks.declaration import mtp_keys
 from mtpcheck.data import configs, load
 from mtpcheck.dialect import load_dialect, prove_complete
 from mtpcheck.errors import FamilyError, UsageError
-from mtpcheck.family import Family, read_family, specimens
+from mtpcheck.family import NOT_BUILT_SO, Family, not_built_so, read_family, specimens
 from mtpcheck.model import load_block
 
 
@@ -32,8 +32,8 @@ def check_files(paths: list[Path]) -> tuple[list[str], list[str]]:
                     held[family.name] = None
         except FamilyError as error:
             wrong[_with_file(path, str(error))] = None
-        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
-            wrong[f"{path}: is not built as a family or block is: {type(error).__name__}: {error}"] = None
+        except NOT_BUILT_SO as error:
+            wrong[not_built_so(path, error)] = None
     return list(held), list(wrong)
 
 

@@ -174,8 +174,21 @@ def _own_family(path: Path) -> Family:
         raise FamilyError(f"{path}: no such family file")
     if path.stem in family_names():
         raise FamilyError(f"{path}: {path.stem} is a family of mtpcheck's own; give the file another name")
-    _OWN[path.stem] = read_family(path, path.parent.parent)
-    return _OWN[path.stem]
+    try:
+        family = read_family(path, path.parent.parent)
+    except NOT_BUILT_SO as error:
+        raise FamilyError(not_built_so(path, error)) from None
+    if _OWN.setdefault(path.stem, family) != family:
+        raise FamilyError(f"{path}: another family is known as {path.stem} by now; give the file another name")
+    return family
+
+
+NOT_BUILT_SO = (TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError)
+"""What comes of a table whose values are of other kinds than a family's or block's."""
+
+
+def not_built_so(path: Path, error: Exception) -> str:
+    return f"{path}: is not built as a family or block is: {type(error).__name__}: {error}"
 
 
 def read_family(path: Path, home: Path | None = None) -> Family:
@@ -205,8 +218,13 @@ def read_family(path: Path, home: Path | None = None) -> Family:
         about=table.get("about", {}),
     )
     _check_spelled(family)
+    if not family.declared_by or not all(isinstance(key, str) for row in family.all_config for key in row.keys):
+        raise FamilyError(f"families/{name}.yaml: mtp: declared: expected a list of config keys")
     for model in specimens(family):
         prove_invertible(model.rows, model.shapes)
+        homeless = model.shapes.keys() - model.constants.keys() - {part for row in model.rows for part in row.parts}
+        if homeless:
+            raise FamilyError(f"families/{name}.yaml: {min(homeless)!r} is stored nowhere")
     return family
 
 

@@ -63,10 +63,14 @@ def load_block(name: str, home: Path | None = None) -> Block:
     table = load(path)
     check_keys(str(path), table, _BLOCK_KEYS)
     if base := table.get("extends"):
-        table = {**load(table_file(home, "blocks", str(base))), **table}
+        if not (below := table_file(home, "blocks", str(base))).is_file():
+            raise FamilyError(f"{path}: extends {base!r}, and there is no {below}")
+        table = {**load(below), **table}
     check_keys(str(path), table, _BLOCK_KEYS, needed={"parts", "hf"})
     for row, made_of in table["hf"].items():
         check_keys(f"{path}: {row}", made_of if isinstance(made_of, dict) else {}, _ROW_KEYS)
+    for rows in (table["hf"], *table.get("either", {}).values()):
+        _check_parts(path, table["parts"], rows)
     return Block(
         name=name,
         parts=table["parts"],
@@ -80,6 +84,14 @@ def load_block(name: str, home: Path | None = None) -> Block:
         either=table.get("either", {}),
         constant=table.get("constant", {}),
     )
+
+
+def _check_parts(path: Path, parts: Mapping[str, Any], rows: Mapping[str, Any]) -> None:
+    """Raise FamilyError for a row of what is no part of the block: it would be left out as that of an absent part."""
+    for row, made_of in rows.items():
+        for part in (made_of.get("join") or made_of["chain"]) if isinstance(made_of, dict) else [made_of]:
+            if part not in parts:
+                raise FamilyError(f"{path}: {row}: {part!r} is none of the block's parts")
 
 
 def _respelled(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mtpcheck.accept import accept
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
 from mtpcheck.draft.run import Engine, run
-from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
+from mtpcheck.errors import FamilyError, FormatError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import facts_from_config
 from mtpcheck.family import family_names, family_of_config, load_family, not_yet
 from mtpcheck.listing import listed, markdown
@@ -224,6 +224,38 @@ def test_a_family_of_one_s_own_is_one_file(tmp_path: Path) -> None:
         load_family(str(other))
     with pytest.raises(FamilyError, match="no such family file"):
         load_family(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["outside: 3", "mtp: {declared: 3}", "mtp: {declared: []}", "text: 3", "specimen: {layers: x}", "facts: [1]"],
+)
+def test_a_family_of_one_s_own_that_is_none_is_told_so(table: str, tmp_path: Path) -> None:
+    house = tmp_path / "house_that_is_none.yaml"
+    house.write_text(f"extends: glm4_moe\nmatch: {{model_type: house, architectures: [HouseForCausalLM]}}\n{table}\n")
+    with pytest.raises(FamilyError, match=r"house_that_is_none\.yaml: "):
+        load_family(str(house))
+
+
+def test_two_families_of_one_s_own_do_not_share_a_name(tmp_path: Path) -> None:
+    """A family is found by its name from then on, and would be another one than the file says."""
+    files = [tmp_path / folder / "house_of_two.yaml" for folder in ("first", "second")]
+    for file, router in zip(files, ("router", "gates"), strict=True):
+        file.parent.mkdir()
+        file.write_text(
+            "extends: glm4_moe\nmatch: {model_type: house, architectures: [HouseForCausalLM]}\n"
+            f"spelled: {{mlp.gate: mlp.{router}}}\n"
+        )
+    assert load_family(str(files[0])).spelled == load_family("house_of_two").spelled == {"mlp.gate": "mlp.router"}
+    with pytest.raises(FamilyError, match="known as house_of_two by now"):
+        load_family(str(files[1]))
+
+
+@pytest.mark.parametrize("told", [float("inf"), float("nan"), 10**400, True, "8"])
+def test_a_share_that_makes_no_sense(told: Any) -> None:
+    family, config = load_family("minimax_m2"), json.loads((FIXTURES / "minimax_m2" / "config.json").read_text())
+    with pytest.raises(FormatError, match="expected a share of head_dim"):
+        facts_from_config(family.all_config, {**config, "rotary_dim": told}, family.all_fixed)
 
 
 def test_family_files_stay_short() -> None:

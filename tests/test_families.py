@@ -49,12 +49,16 @@ def test_every_family_is_complete_in_every_spec(name: str, spec: dialect.Spec) -
         prove_complete(load_dialect(), specimen, spec)
 
 
+NORM, Q_PROJ = "input_layernorm.weight", "self_attn.q_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
         ("blocks/gqa.yaml", lambda t: t["hf"].update({"self_attn.k_proj.weight": "attn.q"}), "stored twice"),
         ("blocks/dense_mlp.yaml", lambda t: t["parts"].update({"mlp.up": ["hidden", "ffn"]}), "do not fit together"),
-        ("blocks/norms.yaml", lambda t: t.update(hf={"self_attn.q_proj.weight": "pre_attn_norm"}), "two rows spell"),
+        ("blocks/norms.yaml", lambda t: t["hf"].update({Q_PROJ: t["hf"].pop(NORM)}), "two rows spell"),
+        ("blocks/gqa.yaml", lambda t: t["hf"].pop("self_attn.o_proj.weight"), "'layers.0.attn.o' is stored nowhere"),
         ("blocks/gqa.yaml", lambda t: t.update(colour=1), "unknown key 'colour'"),
         ("families/qwen2.yaml", lambda t: t.update(hf={}), "unknown key 'hf'"),
         ("blocks/moe.yaml", lambda t: t["parts"].update({"mlp.router": ["expert", "hidden"]}), "'expert' is not known"),
@@ -174,6 +178,13 @@ def test_spellings_of_the_original_are_kept() -> None:
     changed = config_from_facts(qwen.all_config, {**facts, "rope_theta": 2.0, "mtp_layers": 3}, config)
     assert changed["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "default"}
     assert (changed["mtp_num_hidden_layers"], "num_nextn_predict_layers" in changed) == (3, False)
+
+
+def test_a_value_goes_where_the_original_says_null() -> None:
+    family = load_family("deepseek_v3")
+    config = {"rope_scaling": None, "num_nextn_predict_layers": 1}
+    made = config_from_facts(family.all_config, {"rope_scaling": "yarn", "rope_factor": 40}, config)
+    assert made["rope_scaling"] == {"type": "yarn", "factor": 40} and config["rope_scaling"] is None
 
 
 RIGHT = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False}

@@ -41,6 +41,7 @@ def test_a_new_family_of_known_blocks_holds_anywhere(cli: Cli, tmp_path: Path) -
     "file, old, new, told",
     [
         ("blocks/gqa.yaml", "k_proj.weight: attn.k", "k_proj.weight: attn.q", "gqa.yaml: self_attn.k_proj.weight"),
+        ("blocks/gqa.yaml", "k_proj.weight: attn.k", "k_proj.weight: attn.kk", "'attn.kk' is none"),
         ("blocks/mtp_mimo.yaml", "axis: 1}", "axis: 7}", "mtp_mimo.yaml"),
         ("families/mimo.yaml", "declared: [num_nextn", "declared: [num_nexxt", "mimo.yaml: mtp: declared"),
         ("families/mimo.yaml", "blocks: [mtp_mimo]", "blocks: [mtp_mimoo]", "block 'mtp_mimoo': no file"),
@@ -50,6 +51,7 @@ def test_a_new_family_of_known_blocks_holds_anywhere(cli: Cli, tmp_path: Path) -
         ("families/mimo.yaml", "layers.{k}", "layers.{kk}", "'kk' is not known"),
         ("families/_dense_mtp.yaml", "blocks: [mtp_qwen]", "blocks: [mtp_qwen, colour]", "block 'colour'"),
         ("families/llama.yaml", "extends: _dense_mtp", "extends: _dense", "extends '_dense', and there is no"),
+        ("blocks/gqa_fused.yaml", "extends: gqa", "extends: gqaa", "extends 'gqaa', and there is no"),
         ("families/llama.yaml", "match: {", "match: [", "llama.yaml:"),
     ],
 )  # fmt: skip
