@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import io
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
-from mtpcheck.errors import FamilyError
+from mtpcheck.errors import FamilyError, FormatError
+from mtpcheck.layouts.zipstore import unpickle
 from mtpcheck.megatron import Options
 from mtpcheck.tensormap import TensorMap, read_tensor_map
 from mtpcheck.verify import verify
+from tests.conftest import FIXTURES
 
 SAMPLES = Path(__file__).parent.parent / "fixtures" / "megatron"
 FAMILIES = {
@@ -148,3 +154,29 @@ def test_megatron_fsdp_s_names_give_the_same_map_and_export() -> None:
     report = verify(parent(SAMPLES / "dense_tp1"), source, "qwen2")
     assert report.verdict == "holds", report.findings
     assert "torch_dist (Megatron-FSDP)" in report.summary
+
+
+class _AsInPython3112(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_enums_are_read_in_the_form_of_an_older_python_too(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3, that of Debian 12 among them, pickles members of enums as attributes of their class."""
+    convert(FIXTURES / "glm4_moe", tmp_path / "megatron")
+    path = tmp_path / "megatron" / "release" / ".metadata"
+    out = io.BytesIO()
+    _AsInPython3112(out, protocol=4).dump(pickle.loads(path.read_bytes()))
+    assert b"getattr" in out.getvalue()
+    path.write_bytes(out.getvalue())
+    assert verify(FIXTURES / "glm4_moe", tmp_path / "megatron").verdict == "holds"
+
+
+@pytest.mark.parametrize("of", [(dict, "fromkeys"), ("text", "join"), (print, "__call__")])
+def test_no_other_attribute_is_looked_up(of: tuple[Any, str]) -> None:
+    class Looked:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, of
+
+    with pytest.raises(FormatError, match="which no checkpoint needs; refused"):
+        unpickle(pickle.dumps(Looked()), "here")

@@ -132,6 +132,8 @@ class _Unpickler(pickle.Unpickler):
         known: Any = _RECORDS.get((module, name))
         if known is not None:
             return known
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild_tensor
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
@@ -153,8 +155,17 @@ class _Unpickler(pickle.Unpickler):
             raise UnsupportedError(f"{self.where}: holds a tensor of a kind that cannot be read yet ({name})")
         if self.foreign and module.split(".")[0] not in sys.stdlib_module_names:
             return type("Inert", (Inert,), {"__qualname__": f"{module}.{name}"})
-        raise FormatError(
-            f"{self.where}: the pickle refers to {module}.{name}, which no checkpoint needs; "
+        raise self._refused(f"{module}.{name}")
+
+    def _member(self, kind: Any, name: Any) -> Record:
+        """A member of an enum: Python 3.11.0 to 3.11.3 pickle it as an attribute of its class (enum.py)."""
+        if isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str):
+            return kind(name)
+        raise self._refused("builtins.getattr")
+
+    def _refused(self, name: str) -> FormatError:
+        return FormatError(
+            f"{self.where}: the pickle refers to {name}, which no checkpoint needs; "
             "refused, nothing was run. Do not load this file with torch.load"
         )
 
