@@ -14,6 +14,7 @@ from mtpcheck.convert import lent_form
 from mtpcheck.draft.probe import Probing, read_workloads, run_all
 from mtpcheck.draft.writing import Writing, write_all
 from mtpcheck.errors import MtpcheckError
+from mtpcheck.fetch import fetched
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding
 from mtpcheck.report.report import Report, of_group
@@ -39,9 +40,9 @@ def accept(
     config keys and the tokenizer that it lacks. ``writing``: also let the model write with its drafts. Raises
     MtpcheckError where it cannot judge.
     """
-    opened = open_checkpoint(source, iteration)
+    opened = fetched(open_checkpoint(source, iteration), show_progress)
     if like is not None:
-        opened = replace(opened, manifest=lent_form(opened, Path(like)))
+        opened = replace(opened, manifest=lent_form(opened, like, show_progress))
     tensor_map = read_tensor_map(opened, family)
     require_mtp(opened, tensor_map, allow_none=False)
     if writing is not None:
@@ -50,9 +51,9 @@ def accept(
     workloads = read_workloads(opened, tensor_map, probing.files)
     apart = [Path(source), *([Path(like)] if like is not None else [])]
     before = open_baseline(Path(baseline), tensor_map.family, workloads, apart) if baseline is not None else None
-    report = Report("accept", [str(source)], tensor_map.family, summary(opened, tensor_map))
+    report = Report("accept", [str(opened.path)], tensor_map.family, summary(opened, tensor_map))
     _add_headers(report, opened, tensor_map)
-    label = Path(source).resolve().name
+    label = Path(source).resolve().name if opened.path == Path(source) else opened.path.name.partition("@")[0]
     columns = run_all([(label, opened, tensor_map)], workloads, probing, show_progress)
     found: list[Finding] = list(check_minimum(columns[0], minimum)) if minimum is not None else []
     found += before.check(columns[0]) if before is not None else []

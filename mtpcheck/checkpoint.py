@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mtpcheck.dialect import load_dialect
 from mtpcheck.errors import FormatError, UsageError
 from mtpcheck.gather import Gathered
+from mtpcheck.hub import is_repo, open_repo
 from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
 from mtpcheck.layouts.torch_ranks import is_torch, read_torch
@@ -25,9 +26,9 @@ class Checkpoint:
     """One opened checkpoint. Nothing but headers has been read."""
 
     path: Path
-    """As the user named it."""
+    """As the user named it; ``org/name@commit`` of a repository on the Hub."""
     folder: Path
-    """Where the files are: the HF folder, or Megatron's iteration folder."""
+    """Where the files are: the HF folder, Megatron's iteration folder, or that of a commit in the Hub's cache."""
     layout: Layout
     tensors: Mapping[str, TensorRef]
     config: Mapping[str, Any] | None = None
@@ -49,13 +50,16 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoint:
-    """Open a folder in any layout: an HF folder, a Megatron root, or an iteration folder.
+    """Open a folder in any layout: an HF folder, a Megatron root, or an iteration folder; or a repository on the Hub
+    (``org/name``, ``org/name@revision``), whose weights stay where they are (``fetch.fetched``).
 
     ``iteration`` chooses one of a Megatron root; by default it is the one that the tracker file names.
-    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted.
+    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted, HubError as the Hub fails.
     """
-    path = Path(path)
+    text, path = str(path), Path(path)
     if not path.exists():
+        if is_repo(text):
+            return _open_repo(text)
         raise UsageError(f"{path}: no such folder")
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; name the checkpoint's folder")
@@ -83,6 +87,12 @@ def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
         raise FormatError(f"{folder}: is the folder of one rank; name the iteration folder above it")
     what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
     raise FormatError(f"{folder}: not a checkpoint: {what}")
+
+
+def _open_repo(text: str) -> Checkpoint:
+    tree = open_repo(text)
+    hf = read_hf(tree)
+    return Checkpoint(Path(tree.name), tree.folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
 
 
 def _iteration_folder(path: Path, iteration: int | None) -> Path:

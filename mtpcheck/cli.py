@@ -36,6 +36,7 @@ from mtpcheck.flags import (
     Json,
     Last,
     Layout,
+    Like,
     Mcore,
     McoreOption,
     MegatronLayout,
@@ -103,12 +104,18 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
 
 @app.command()
 def verify(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE")],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE")],
+    reference: Annotated[str, typer.Argument(metavar="REFERENCE")],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE")],
     family: Family = None,
     values: Annotated[
-        Values, typer.Option(help="exact: bit for bit. changed: trained on, tell what moved.")
-    ] = Values.exact,
+        Values | None,
+        typer.Option(
+            help="exact: bit for bit. changed: trained on, tell what moved. headers: read none, the default where one "
+            "is on the Hub. sha256: headers, and the Hub's checksums of shards."
+        ),
+    ] = None,
+    headers: Annotated[bool, typer.Option("--headers", help="As --values headers.")] = False,
+    sha256: Annotated[bool, typer.Option("--sha256", help="As --values sha256.")] = False,
     only: Annotated[Only | None, typer.Option(help="Compare MTP layers alone.")] = None,
     iteration: Iteration = None,
     as_json: Json = False,
@@ -130,8 +137,12 @@ def verify(
         show = show_progress(as_json, quiet)
         if workload and not acceptance:
             raise UsageError("--workload says what to draft on: add --acceptance")
+        asked = {*([values] if values else []), *([Values.headers] * headers), *([Values.sha256] * sha256)}
+        if len(asked) > 1:
+            raise UsageError(f"--values {' and '.join(sorted(asked))} at once: each tells how to look at values")
+        how: Any = next((value.value for value in asked), None)
         probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
-        return run(reference, candidate, family, values.value, only is Only.mtp, allow_no_mtp, show, iteration, probing)
+        return run(reference, candidate, family, how, only is Only.mtp, allow_no_mtp, show, iteration, probing)
 
     return judged(
         "verify",
@@ -216,14 +227,14 @@ def roundtrip(
 
 @app.command()
 def convert(
-    src: Annotated[Path, typer.Argument(metavar="SRC")],
+    src: Annotated[str, typer.Argument(metavar="SRC")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")],
     to: Annotated[Layout | None, typer.Option(help="Target layout; by default the other one.")] = None,
     family: Family = None,
     spec: SpecOption = Spec.te,
     vocab_multiple: Multiple = 128,
     mcore: McoreOption = Mcore.core_0_16,
-    like: Annotated[Path | None, typer.Option(help="Give an export the form of this checkpoint.")] = None,
+    like: Like = None,
     iteration: Iteration = None,
     tp: Tp = 1,
     pp: Pp = 1,
@@ -241,14 +252,16 @@ def convert(
     """One direction. DST appears whole or not at all."""
     from mtpcheck.checkpoint import open_checkpoint
     from mtpcheck.convert import convert as run
+    from mtpcheck.fetch import fetched
     from mtpcheck.progress import bar
     from mtpcheck.report.inspection import render_converted
 
     ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
     options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None, fp8.value, text_only)
-    total = open_checkpoint(src, iteration).nbytes
-    with bar("converting", total, not quiet) as progress:
-        converted = run(src, dst, to.value if to else None, family, options, like, progress, iteration=iteration)
+    layout: Any = to.value if to else None
+    opened = fetched(open_checkpoint(src, iteration), not quiet)
+    with bar("converting", opened.nbytes, not quiet) as progress:
+        converted = run(opened.path, dst, layout, family, options, like, progress, iteration=iteration)
     if not quiet:
         render_converted(converted, console())
     elif converted.exit_code != HOLDS:
@@ -269,7 +282,7 @@ def accept(
         typer.Option(metavar="FILE", help="Written if there is none; else fail where it was surely better."),
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="Take config keys and the tokenizer, which Megatron lacks, from here.")
+        str | None, typer.Option(help="Take config keys and the tokenizer, which Megatron lacks, from here.")
     ] = None,
     decode: Annotated[
         int, typer.Option(metavar="N", min=0, help="Also write N tokens after some prompts, with drafts.")

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def graft(
-    ckpt: Annotated[Path, typer.Argument(metavar="CKPT", help="HF folder that lost its MTP layer; not touched.")],
+    ckpt: Annotated[
+        str, typer.Argument(metavar="CKPT", help="HF folder, or repository, that lost its MTP layer; not touched.")
+    ],
     donor: Annotated[
-        Path | None, typer.Option("--from", metavar="DONOR", help="HF folder that has it, or what --extract made.")
+        str | None,
+        typer.Option("--from", metavar="DONOR", help="HF folder or repository that has it, or what --extract made."),
     ] = None,
     take: Annotated[
         bool, typer.Option("--extract", help="The inverse: split the MTP layer of CKPT off into a folder of its own.")

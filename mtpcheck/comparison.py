@@ -41,19 +41,27 @@ def compare_sides(
 
     Without ``bits`` (only across layouts): all but the bits, which the caller has compared otherwise. Without
     ``blame_source`` faults of files and declaration that ``a`` has itself are warnings: no conversion made them.
+    Of sides that are not to be read, what headers tell is compared, and values count as skipped.
     """
     add_structure(report, a, b, blame_source)
-    with bar("comparing", a.checkpoint.nbytes, show_progress) as progress:
+    readable = a.readable and b.readable
+    with bar("comparing", a.checkpoint.nbytes, show_progress and readable) as progress:
         if a.checkpoint.layout == b.checkpoint.layout == "hf":
             found, compared, others = _by_name(a, b, only_mtp, progress)
         else:
-            found, compared, others = _by_part(a, b, only_mtp, progress, bits)
-    nbytes = sum(ref.nbytes for name, ref in compared.items() if name in others)
-    found += check_tied(a.tensor_map, b.tensor_map)
+            found, compared, others = _by_part(a, b, only_mtp, progress, bits and readable)
+    found += check_tied(a.tensor_map, b.tensor_map) if readable else ()
     report.add("presence", diagnose(of_group(found, "presence"), a, b), presence(a, compared))
     add_declaration(report, a, b, blame_source)
     values = diagnose(add_topology(report, a, b, of_group(found, "values")), a, b)
-    report.add("values", [*values, *check_head(a.tensor_map)], f"{nbytes:,} bytes compared bit for bit")
+    both = [ref for name, ref in compared.items() if name in others]
+    if readable:
+        nbytes = sum(ref.nbytes for ref in both)
+        report.add("values", [*values, *check_head(a.tensor_map)], f"{nbytes:,} bytes compared bit for bit")
+    elif values:
+        report.add("values", values, "dtypes and shapes alone, from headers")
+    else:
+        report.skip("values", f"dtypes and shapes of {len(both):,} tensors agree; headers tell no more")
     report.components = component_table(a.tensor_map, b.tensor_map, found)
 
 
@@ -66,7 +74,7 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
         trunk = _trunk_names(a)
         left = {name: ref for name, ref in left.items() if name not in trunk}
         right = {name: ref for name, ref in right.items() if name not in trunk}
-    found = list(compare_stored(left, right, progress))
+    found = list(compare_stored(left, right, progress, a.readable and b.readable))
     known = {f.subject for f in found}  # a tensor that both lack is missing all the same
     missing = [f for f in a.tensor_map.findings if f.check == "presence.missing" and f.subject not in known]
     found += [replace(f, source=True) for f in missing if not only_mtp or f.subject not in _trunk_names(a)]
@@ -75,12 +83,13 @@ def _by_name(a: Side, b: Side, only_mtp: bool, progress: Progress) -> _Compared:
 
 def _by_part(a: Side, b: Side, only_mtp: bool, progress: Progress, bits: bool) -> _Compared:
     left, right, found = maps_of(a, b, only_mtp)
-    found += [*of_group(right.findings, "values"), *compare_copies(left, right)]
+    readable = a.readable and b.readable
+    found += [*of_group(right.findings, "values"), *compare_copies(left, right, readable)]
     if b.checkpoint.layout != "hf":
         found += compare_beside(left, right)
     if common := left.encoded.keys() & right.encoded.keys():  # codes and scales say more than their products
         before, after = ({s: r for name in common for s, r in m.encoded[name].beside.items()} for m in (left, right))
-        found += compare_stored(before, after, Silent())
+        found += compare_stored(before, after, Silent(), readable)
         left, right = as_codes(left, common), as_codes(right, common)
     found += compare_maps(left, right, progress, bits, may_widen=b.checkpoint.layout != "hf")
     return found, left.parts, right.parts
@@ -98,15 +107,16 @@ def maps_of(a: Side, b: Side, only_mtp: bool) -> tuple[TensorMap, TensorMap, lis
 
 
 def add_structure(report: Report, a: Side, b: Side, blame_source: bool) -> None:
-    findings = of_conversion(_structure(a.checkpoint), _structure(b.checkpoint), blame_source)
+    findings = of_conversion(_structure(a), _structure(b), blame_source)
     report.add("structure", findings, f"{_stored(a.checkpoint)}, {_stored(b.checkpoint)}")
     found = of_group((*a.tensor_map.findings, *b.tensor_map.findings), "quantization")
     if found or any(side.tensor_map.encoded or side.tensor_map.packed for side in (a, b)):
         report.add("quantization", found, " → ".join(dict.fromkeys(_packed(side.tensor_map) for side in (a, b))))
 
 
-def _structure(checkpoint: Checkpoint) -> list[Finding]:
-    return list(with_bits(of_group(checkpoint.findings, "structure"), checkpoint.hf.twice if checkpoint.hf else ()))
+def _structure(side: Side) -> list[Finding]:
+    twice = side.checkpoint.hf.twice if side.checkpoint.hf and side.readable else ()
+    return list(with_bits(of_group(side.checkpoint.findings, "structure"), twice))
 
 
 def _packed(tensor_map: TensorMap) -> str:
@@ -120,6 +130,7 @@ def _packed(tensor_map: TensorMap) -> str:
 
 def add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> list[Finding]:
     """Judge rank files, if there are any. Findings of ``values`` that one mishap with ranks explains become one."""
+    readable = a.readable and b.readable
     sides = [side.checkpoint for side in (a, b) if side.checkpoint.ranks is not None]
     if not sides:
         return values
@@ -134,8 +145,8 @@ def add_topology(report: Report, a: Side, b: Side, values: list[Finding]) -> lis
         what = f"differ, all of them because of {cause.check}"
         one = failure("values.bits", f"{len(bits):,} tensors", what, members=members)
         values = [one, *(f for f in values if f.check != "values.bits")]
-    found += [finding for checkpoint in sides for finding in check_ranks(checkpoint)]
-    replicas = sum(len(c.ranks.replicas) for c in sides if c.ranks is not None)
+    found += [finding for checkpoint in sides for finding in check_ranks(checkpoint, readable)]
+    replicas = sum(len(c.ranks.replicas) for c in sides if c.ranks is not None) if readable else 0
     ranks = sum(len(c.ranks.ranks.files) for c in sides if c.ranks is not None)
     report.add("topology", found, f"{ranks:,} ranks; {replicas:,} replicas compared bit for bit")
     return values

@@ -13,8 +13,17 @@ from mtpcheck.checks.topology import check_ranks
 from mtpcheck.encoding import block_of
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.export import padding_findings, write_hf
+from mtpcheck.fetch import fetched
 from mtpcheck.manifest import Manifest
-from mtpcheck.megatron import Options, copy_states, dealer, held_by_megatron, load_writers, write_megatron
+from mtpcheck.megatron import (
+    Options,
+    copy_states,
+    dealer,
+    held_by_megatron,
+    load_writers,
+    read_for_copies,
+    write_megatron,
+)
 from mtpcheck.model import BESIDE
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import Progress, Silent
@@ -71,7 +80,7 @@ def convert(
     target = Path(target)
     check_target(Path(source), target)
     options = options or Options()
-    opened = open_checkpoint(source, iteration)
+    opened = fetched(open_checkpoint(source, iteration))
     to = to or other_layout(opened.layout)
     if opened.layout == to == "hf":
         raise UsageError(f"{source} is an HF checkpoint already")
@@ -80,7 +89,7 @@ def convert(
     if like is not None and opened.layout != "hf" != to:
         raise UsageError(f"--like lends its form to a Hugging Face export; this conversion writes {to}")
     if like is not None:
-        opened = replace(opened, manifest=lent_form(opened, Path(like)))
+        opened = replace(opened, manifest=lent_form(opened, like))
     if options.fp8 == "requantize" and (opened.manifest is None or block_of(opened.manifest.config) is None):
         raise UsageError("--fp8 requantize: nothing says that this was FP8; --like a checkpoint that is")
     tensor_map = read_tensor_map(opened, family)
@@ -102,7 +111,7 @@ def convert(
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
 
 
-def lent_form(source: Checkpoint, like: Path) -> Manifest:
+def lent_form(source: Checkpoint, like: str | Path, show: bool = False) -> Manifest:
     """The form of ``like``. Copies that differ from what they repeat there cannot be lent: they would be weights.
 
     What the source itself has kept beside it stays its own.
@@ -114,6 +123,8 @@ def lent_form(source: Checkpoint, like: Path) -> Manifest:
         if lender.manifest is None:
             raise UsageError(f"{like}: a Megatron checkpoint that mtpcheck did not make has no form to lend")
         return replace(lender.manifest, aside=source.manifest.aside) if source.manifest else lender.manifest
+    lender = fetched(lender, show, read_for_copies(read_tensor_map(lender)))
+    assert lender.hf is not None
     tensor_map = read_tensor_map(lender)
     headers = {shard.file: shard.header for shard in lender.hf.shards}
     own = source.manifest.aside if source.manifest else {}

@@ -20,9 +20,9 @@ from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.errors import FormatError
-from mtpcheck.layouts.hf import read_json
 from mtpcheck.packing import WEIGHT, Method, Module, known_as, modules_of, packings
 from mtpcheck.report.finding import Finding, failure
+from mtpcheck.tree import json_in
 
 CONFIG, MODELOPT, DESCRIPTION = "config.json", "hf_quant_config.json", "quant_model_description"
 _KEYS = ("quantization_config", "compression_config")
@@ -114,7 +114,7 @@ def read_packing(checkpoint: Checkpoint) -> Packing:
     for name in checkpoint.hf.others:
         try:
             if name.startswith(DESCRIPTION) and name.endswith(".json"):
-                declared.append(_described(name, read_json(checkpoint.folder / name, "")))
+                declared.append(_described(name, json_in(checkpoint.hf.tree, name)))
         except FormatError as error:
             findings.append(_unreadable(name, str(error), checkpoint))
     for where, key, table in _tables(checkpoint, findings):
@@ -140,7 +140,7 @@ def _tables(checkpoint: Checkpoint, findings: list[Finding]) -> Iterator[tuple[s
                 yield CONFIG, lead + key, table[key]
     if checkpoint.hf is not None and MODELOPT in checkpoint.hf.others:
         try:
-            table = read_json(checkpoint.folder / MODELOPT, "")
+            table = json_in(checkpoint.hf.tree, MODELOPT)
         except FormatError as error:
             findings.append(_unreadable(MODELOPT, str(error), checkpoint))
             return

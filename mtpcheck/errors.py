@@ -5,6 +5,7 @@
     ├── FormatError          2  a file is not what it claims to be
     ├── FamilyError          2  a family, block or dialect file is wrong, or no family fits
     ├── UnsupportedError     2  understood, but mtpcheck or the target cannot represent it
+    ├── HubError             2  the Hub, or the way to it, does not give what is needed
     └── CheckpointFails      1  the source fails a check, so nothing was written
 
 Findings about a checkpoint are values, not exceptions; ``CheckpointFails`` carries them out of a
@@ -48,6 +49,10 @@ class FamilyError(MtpcheckError):
 
 class UnsupportedError(MtpcheckError):
     """Read and understood, but there is no exact way to go on."""
+
+
+class HubError(MtpcheckError):
+    """A repository is not there, closed, offline or cut short."""
 
 
 class CheckpointFails(MtpcheckError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.declared import CONFIG, MODELOPT, Declaration, Packing
-from mtpcheck.layouts.hf import read_json
+from mtpcheck.tree import json_in
 
 
 def redeclare(
@@ -40,9 +40,9 @@ def redeclare(
 
 
 def _content(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
-    if file == CONFIG:
+    if file == CONFIG or checkpoint.hf is None:
         return deepcopy(dict(checkpoint.config or {}))
-    return read_json(checkpoint.folder / file, "")
+    return json_in(checkpoint.hf.tree, file)
 
 
 def _table(content: dict[str, Any], declared: Declaration) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 from mtpcheck.errors import FormatError
 
+_STORE = ".huggingface-shared-blobs"  # marks the store of blobs that huggingface_hub 2 keeps for a whole cache
+
 
 class Source(Protocol):
     """Immutable bytes at rest. Two sources are the same bytes if and only if they are equal."""
@@ -31,13 +33,17 @@ class Source(Protocol):
 
 
 def inside(folder: Path, name: str) -> Path:
-    """``folder/name``, refusing what leads out of the folder; links within one Hub cache entry are followed."""
+    """``folder/name``, refusing what leads out of the folder; links of the Hub's cache are followed into its blobs,
+    those of the repository and, where the cache has a store for all of them, that one."""
     if "\0" in name:
         raise FormatError(f"{folder}: {name!r} is no file name")
     path, root = folder / name, folder.resolve()
     roots = [root]
     if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
+        repo = root.parent.parent
+        roots.append(repo / "blobs")
+        if repo.name.startswith("models--") and (repo.parent / "blobs" / _STORE).is_file():
+            roots.append(repo.parent / "blobs")
     if Path(name).is_absolute() or not any(path.resolve().is_relative_to(r) for r in roots):
         raise FormatError(f"{folder}: {name!r} leads out of the folder; refused")
     return path

@@ -55,13 +55,26 @@ class Columns(StrEnum):
 class Values(StrEnum):
     exact = "exact"
     changed = "changed"
+    headers = "headers"
+    sha256 = "sha256"
 
 
 class Only(StrEnum):
     mtp = "mtp"
 
 
-Source = Annotated[Path, typer.Argument(metavar="CKPT", help="HF folder, Megatron root or iteration folder.")]
+# paths of checkpoints are strings: ./org/name is no repository, and Path would drop the dot
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="CKPT",
+        help="HF folder, Megatron root or iteration folder; or org/name\\[@revision] on the Hub.",
+    ),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(metavar="CKPT", help="Give an export the form of this checkpoint."),
+]
 Family = Annotated[
     str | None,
     typer.Option(metavar="NAME|FILE", help="Model family, if it cannot be told from the checkpoint, or its YAML file."),

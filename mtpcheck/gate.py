@@ -27,6 +27,8 @@ from mtpcheck.commands import Command, Outcome, run
 from mtpcheck.convert import convert
 from mtpcheck.draft.probe import Probing
 from mtpcheck.errors import MtpcheckError, UnsupportedError, UsageError
+from mtpcheck.fetch import fetched
+from mtpcheck.hub import is_repo
 from mtpcheck.megatron import Options
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
 from mtpcheck.perturb import copy_checkpoint, perturb
@@ -81,18 +83,18 @@ def gate(
 
 
 def find_source(case: Case, folder: Path) -> Path:
-    """The HF folder of a case: a bundled checkpoint by its name or family, or a path, which starts from ``folder``.
-    Raises UsageError if there is none."""
+    """The HF folder of a case: a bundled checkpoint by its name or family, a path, which starts from ``folder``, or
+    that of a repository in the Hub's cache, into which it is fetched. Raises UsageError if there is none."""
     path = folder / case.source
     if "/" not in case.source and (found := find_bundled(case.source)) is not None:
         return found
     if path.is_dir():
         return path
-    if case.source.count("/") == 1 and not case.source.startswith((".", "/", "~")):
-        raise UsageError(
-            f"{case.where}: {case.source}: no such folder, and a Hub id cannot be a source yet; download it and name "
-            "the folder"
-        )
+    if is_repo(case.source):
+        try:
+            return fetched(open_checkpoint(case.source), show=True).folder
+        except MtpcheckError as error:
+            raise UsageError(f"{case.where}: {error}") from error
     known = [*bundled(), *bundled().values()]
     near = get_close_matches(case.source, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

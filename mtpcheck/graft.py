@@ -25,6 +25,8 @@ from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.exclusions import redeclare
 from mtpcheck.facts import store
 from mtpcheck.family import load_family
+from mtpcheck.fetch import fetched
+from mtpcheck.hub import is_repo
 from mtpcheck.layouts.folder import Folder, new_index, write_folder
 from mtpcheck.layouts.hf import INDEX, SINGLE
 from mtpcheck.mtp_head import (
@@ -67,8 +69,8 @@ def graft(
     target = Path(out) if out is not None else _beside(broken, "grafted")
     for source in (broken, donor):
         check_target(Path(source), target)
-    head = read_head(donor, family)
-    stock = _without_head(open_hf(broken), family)
+    head = read_head(donor, family, show_progress)
+    stock = _without_head(fetched(open_hf(broken), show_progress), family)
     check_fit(head, stock)
     tensors, findings = _tensors_for(head, stock)
     folder = _grafted(head, stock, tensors)
@@ -79,7 +81,7 @@ def graft(
         _require_sound(stock, building, family)
     made = _read(open_checkpoint(target), family)
     told = f"{made.tensor_map.family} · {_layers(head)} of {donor} into {broken} → {target}"
-    report = Report("graft", [str(broken), str(donor)], made.tensor_map.family, told)
+    report = Report("graft", [str(stock.checkpoint.path), str(head.side.checkpoint.path)], made.tensor_map.family, told)
     findings += [*check_dtype(head.side, stock), *check_trunk(head.side, stock)]
     report.add("graft", findings, f"{len(tensors):,} tensors in {folder.shard}, {folder.nbytes:,} bytes in {target}")
     _judge(report, head, made, tensors, show_progress)
@@ -97,14 +99,14 @@ def extract(
     output head that they need, config and tokenizer. Raises as ``graft`` does."""
     target = Path(out) if out is not None else _beside(donor, "mtp")
     check_target(Path(donor), target)
-    head = read_head(donor, family)
+    head = read_head(donor, family, show_progress, whole=True)
     folder = _extracted(head)
     check_space(target.parent, folder.nbytes)
     with new_folder(target) as building, bar("extracting", folder.nbytes, show_progress) as progress:
         write_folder(building, folder, progress)
     made = read_head(target, family)
     told = f"{made.side.tensor_map.family} · {_layers(head)} of {donor} → {target}"
-    report = Report("graft", [str(donor)], made.side.tensor_map.family, told)
+    report = Report("graft", [str(head.side.checkpoint.path)], made.side.tensor_map.family, told)
     report.add("graft", [], f"{len(head.tensors):,} tensors in {SHARD}, {folder.nbytes:,} bytes in {target}")
     _judge(report, head, made.side, head.tensors, show_progress)
     report.skip("acceptance", "a head drafts nothing without its trunk")
@@ -112,7 +114,10 @@ def extract(
 
 
 def _beside(path: str | Path, what: str) -> Path:
-    whole = Path(path).resolve()
+    path = Path(path)
+    if not path.exists() and is_repo(str(path)):  # of the Hub: here
+        path = Path(path.name.partition("@")[0])
+    whole = path.resolve()
     if not whole.name:
         raise UsageError(f"{path}: nothing can lie beside it; name the new folder with --out")
     return whole.with_name(f"{whole.name}-{what}")

@@ -93,7 +93,7 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
     sizes |= {part: prod(flat(tensor_map.model.shapes[part])) for part in tensor_map.packed}
     own = [size for part, size in sizes.items() if is_mtp(part)]
     return Inspection(
-        path=str(path),
+        path=str(checkpoint.path),
         layout=checkpoint.layout,
         topology=str(checkpoint.ranks.ranks.topology) if checkpoint.ranks else "",
         fsdp=checkpoint.fsdp,
@@ -112,5 +112,5 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
         copies={part: _copy(tensor_map, part) for part in tensor_map.copies},
         passed_over=dict(checkpoint.passed_over),
         packed=_packed(checkpoint, tensor_map),
-        findings=(*tensor_map.findings, *check_count(tensor_map, str(path))),
+        findings=(*tensor_map.findings, *check_count(tensor_map, str(checkpoint.path))),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def judged(
     command: str,
-    subjects: list[Path],
+    subjects: Sequence[str | Path],
     judge: Callable[[], Report | Cases],
     as_json: bool,
     reports: list[str] | None,

@@ -19,8 +19,9 @@ from typing import Any
 
 from mtpcheck.errors import FormatError
 from mtpcheck.files import LocalFile, inside
-from mtpcheck.layouts.hf import HfFolder, header_entries, read_header, read_json
+from mtpcheck.layouts.hf import HfFolder, header_entries, read_header
 from mtpcheck.tensormap import TensorRef
+from mtpcheck.tree import read_json
 
 FOLDER, ASIDE = "mtpcheck", "aside.safetensors"
 _SCHEMA = 1
@@ -91,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if (root / ASIDE).is_file():
             manifest = replace(manifest, aside=read_header(LocalFile(inside(root, ASIDE)))[1])
         for number, header in enumerate(manifest.headers.values()):
-            header_entries(header, root / "headers" / f"{number}.json")
+            header_entries(header, str(root / "headers" / f"{number}.json"))
     except (KeyError, TypeError, ValueError, OSError) as error:
         what = f"{type(error).__name__}: {error}"
         raise FormatError(f"{path}: damaged ({what}); remove {root} to go on without") from None

@@ -73,6 +73,13 @@ def load_writers(*layouts: Layout) -> None:
         import_module(f"mtpcheck.layouts.{names[layout]}")
 
 
+def read_for_copies(tensor_map: TensorMap) -> set[str]:
+    """Stored tensors that ``copy_states`` reads."""
+    stored = (part for part in tensor_map.copies if part in tensor_map.parts)
+    pairs = ((part, tensor_map.repeated_by(part)) for part in stored)
+    return {tensor_map.names[part] for pair in pairs for part in pair if part in tensor_map.parts}
+
+
 def copy_states(tensor_map: TensorMap) -> dict[str, str]:
     """For every part that may repeat another: absent, equal or own (differs)."""
     states = {}

@@ -15,7 +15,8 @@ from mtpcheck.declared import Packing
 from mtpcheck.errors import CheckpointFails, UnsupportedError
 from mtpcheck.facts import store
 from mtpcheck.family import load_family
-from mtpcheck.megatron import copy_states
+from mtpcheck.fetch import fetched, is_remote
+from mtpcheck.megatron import copy_states, read_for_copies
 from mtpcheck.model import Model
 from mtpcheck.packing import WEIGHT, Module
 from mtpcheck.report.finding import Finding, Severity
@@ -46,9 +47,11 @@ class Head:
         return {name: m for name, m in packing_of(self.side).modules.items() if m.codes and m.stored in self.tensors}
 
 
-def read_head(path: str | Path, family: str | None = None) -> Head:
+def read_head(path: str | Path, family: str | None = None, show: bool = False, whole: bool = False) -> Head:
     """The head of a Hugging Face checkpoint, or of a folder that ``extract`` made, which lacks most of the trunk.
 
+    Of a repository on the Hub the shards of the head are fetched, and those of what its copies repeat; for a ``whole``
+    folder also those of the embedding and the output head, and all files without weights.
     Raises UnsupportedError if there is none, CheckpointFails if it is not whole.
     """
     checkpoint = open_hf(path)
@@ -58,6 +61,10 @@ def read_head(path: str | Path, family: str | None = None) -> Head:
     trunk = {row.name for row in tensor_map.model.rows if not is_mtp(row.parts[0])}
     require_whole(path, (f for f in tensor_map.findings if f.check != "presence.missing" or f.subject not in trunk))
     own = mtp_names(tensor_map)
+    if is_remote(checkpoint):
+        more = stored_of(Side(checkpoint, tensor_map), "embed", "head") if whole else ()
+        checkpoint = fetched(checkpoint, show, {*own, *read_for_copies(tensor_map), *more}, others=whole)
+        tensor_map = read_tensor_map(checkpoint, family)
     tensors = {name: ref for name, ref in checkpoint.tensors.items() if name in own}
     copies = {part: state for part, state in copy_states(tensor_map).items() if is_mtp(part)}
     return Head(Side(checkpoint, tensor_map), tensors, copies)

@@ -62,7 +62,7 @@ def prove(
     require_mtp(a, a_map, allow_no_mtp)
     middle = via or other_layout(a.layout)
     told = f"{middle} ({options.topology})" if middle == "torch" else middle
-    report = Report("roundtrip --plan", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
+    report = Report("roundtrip --plan", [str(a.path)], a_map.family, summary(a, a_map, told, a.layout))
     try:
         check_convertible(a, a_map)
         check_not_lost(a, a_map)

@@ -19,6 +19,7 @@ from mtpcheck.comparison import compare_sides
 from mtpcheck.convert import check_convertible, convert, other_layout
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import CheckpointFails, UsageError, require_one_of
+from mtpcheck.fetch import fetched
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
@@ -53,24 +54,24 @@ def roundtrip(
     if via is not None:
         require_one_of("via", via, Layout)
     options = options or Options()
-    a = open_checkpoint(source, iteration)
+    a = fetched(open_checkpoint(source, iteration), show_progress)
     a_map = read_tensor_map(a, family)
     middle = via or other_layout(a.layout)
     if middle == a.layout == "hf":
         raise UsageError(f"{source}: is an HF checkpoint; --via takes a Megatron layout")
     told = f"{middle} ({options.topology})" if middle == "torch" else middle
-    report = Report("roundtrip", [str(source)], a_map.family, summary(a, a_map, told, a.layout))
+    report = Report("roundtrip", [str(a.path)], a_map.family, summary(a, a_map, told, a.layout))
     load_writers(middle, a.layout)
     try:
         check_convertible(a, a_map)
         require_mtp(a, a_map, allow_no_mtp)
-        with _workspace(Path(source), workdir, keep) as folder:
+        with _workspace(a.folder, workdir, keep) as folder:
             held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
             size = dealer(held, options).nbytes if middle == "torch" else held.nbytes
             check_space(folder, space_needed(a, keep is not None, size))
             there, back = folder / middle, folder / (a.layout if a.layout != middle else f"{a.layout}-back")
             with bar("there", a_map.nbytes, show_progress) as progress:
-                out = convert(source, there, middle, a_map.family, options, progress=progress, iteration=iteration)
+                out = convert(a.path, there, middle, a_map.family, options, progress=progress, iteration=iteration)
             with bar("back", (1 if a.hf is None or keep else 2) * a_map.nbytes, show_progress) as progress:
                 shards = HollowShards(a.folder, progress) if a.hf is not None and keep is None else None
                 again = _same_form(a, a_map, options)
@@ -147,7 +148,7 @@ def space_needed(a: Checkpoint, keep: bool, middle: int) -> int:
     are freed."""
     if a.hf is None or keep:
         return middle + a.nbytes
-    sizes = sorted((a.folder / shard.file).stat().st_size for shard in a.hf.shards)
+    sizes = sorted(a.hf.tree.open(shard.file).size for shard in a.hf.shards)
     return middle + sum(sizes[-WORKERS:])
 
 

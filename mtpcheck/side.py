@@ -14,3 +14,5 @@ class Side:
 
     checkpoint: Checkpoint
     tensor_map: TensorMap
+    readable: bool = True
+    """Whether its bits may be read. Where not, only what headers tell is judged."""

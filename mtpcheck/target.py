@@ -25,11 +25,11 @@ def check_target(source: Path, target: Path) -> None:
         raise UsageError(f"{target.parent}: not writable")
 
 
-def check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int, todo: str = "name a folder on another disk") -> None:
     """Raise UsageError if the file system of ``folder`` has fewer than ``needed`` bytes left."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UsageError(f"{folder}: {needed:,} bytes are needed, {free:,} are free; name a folder on another disk")
+        raise UsageError(f"{folder}: {needed:,} bytes are needed, {free:,} are free; {todo}")
 
 
 @contextmanager

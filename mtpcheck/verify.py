@@ -9,10 +9,12 @@ from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
+from mtpcheck.checks.checksums import add_checksums
 from mtpcheck.comparison import add_declaration, add_structure, add_topology, compare_sides, maps_of, presence
 from mtpcheck.diagnosis import diagnose
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
-from mtpcheck.errors import UnsupportedError, require_one_of
+from mtpcheck.errors import UnsupportedError, UsageError, require_one_of
+from mtpcheck.fetch import fetched, is_remote
 from mtpcheck.normalise import is_quantized
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Severity, failure
@@ -20,14 +22,14 @@ from mtpcheck.report.report import Report, of_group
 from mtpcheck.side import Side
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 
-Values = Literal["exact", "changed"]
+Values = Literal["exact", "changed", "headers", "sha256"]
 
 
 def verify(
     reference: str | Path,
     candidate: str | Path,
     family: str | None = None,
-    values: Values = "exact",
+    values: Values | None = None,
     only_mtp: bool = False,
     allow_no_mtp: bool = False,
     show_progress: bool = False,
@@ -36,22 +38,34 @@ def verify(
 ) -> Report:
     """Hold ``candidate`` against ``reference``.
 
-    Two HF checkpoints are compared under their stored names, all else through the tensor map. With ``values``
-    "changed" (the candidate was trained on), everything but the bits must hold, and the report tells what moved.
+    Two HF checkpoints are compared under their stored names, all else through the tensor map. ``values``: "exact", bit
+    for bit; "changed" (the candidate was trained on), where everything but the bits must hold, and the report tells
+    what moved; "headers", which reads no weights; "sha256", which goes by headers and the Hub's checksums of files. By
+    default it is exact, and headers where a side is a repository on the Hub, of which the first two fetch all weights.
     ``iteration`` chooses one of every side that is a Megatron root. With ``probing`` both are run as well.
     Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
-    require_one_of("values", values, Values)
+    if values is not None:
+        require_one_of("values", values, Values)
     a, b = open_checkpoint(reference, iteration), open_checkpoint(candidate, iteration)
+    values = values or ("headers" if is_remote(a) or is_remote(b) else "exact")
+    by_headers = values in ("headers", "sha256")
+    if by_headers and probing is not None:
+        raise UsageError("a model that is to draft has to be read: --values exact fetches what is on the Hub")
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
-    report = Report("verify", [str(reference), str(candidate)], a_map.family, summary(a, a_map, layout_of(b)))
-    sides = Side(a, a_map), Side(b, read_like(b, a_map))
+    if not by_headers:
+        a, b = fetched(a, show_progress), fetched(b, show_progress)
+        a_map = read_tensor_map(a, family)
+    report = Report("verify", [str(a.path), str(b.path)], a_map.family, summary(a, a_map, layout_of(b)))
+    sides = Side(a, a_map, not by_headers), Side(b, read_like(b, a_map), not by_headers)
     _require_values(sides, values)
     if values == "changed":
         _compare_trained(report, *sides, only_mtp, show_progress)
     else:
         compare_sides(report, *sides, only_mtp, show_progress, blame_source=False)
+    if values == "sha256":
+        add_checksums(report, a, b, show_progress)
     if b.layout == "hf":
         report.skip("files", "tokenizer and other files were not looked at")
     if probing is None:
@@ -97,9 +111,9 @@ def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool)
 
 def _require_values(sides: tuple[Side, Side], values: Values) -> None:
     """Raise UnsupportedError if packed values are to be compared. Where a packing is damaged, that is found."""
-    if values == "exact" and all(side.checkpoint.layout == "hf" for side in sides):
+    if values != "changed" and all(side.checkpoint.layout == "hf" for side in sides):
         return
-    for side in sides:
+    for side in sides if values in ("exact", "changed") else ():
         damaged = of_group(side.tensor_map.findings, "quantization")
         if side.tensor_map.packed and not any(f.severity is Severity.FAILURE for f in damaged):
             raise UnsupportedError(

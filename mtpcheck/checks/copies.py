@@ -29,12 +29,16 @@ def check_tied(*tensor_maps: TensorMap) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def compare_copies(reference: TensorMap, candidate: TensorMap) -> Iterator[Finding]:
-    """Parts that repeat another, and that one of two checkpoints leaves out."""
+def compare_copies(reference: TensorMap, candidate: TensorMap, bits: bool = True) -> Iterator[Finding]:
+    """Parts that repeat another, and that one of two checkpoints leaves out. Without ``bits`` nothing is read."""
     for having, lacking in ((reference, candidate), (candidate, reference)):
         for part, ref in having.parts.items():
             if part not in lacking.parts and part in having.copies:
-                yield from _lost_copy(having, part, ref)
+                if bits:
+                    yield from _lost_copy(having, part, ref)
+                else:
+                    what = f"is left out by the other checkpoint; whether it repeats {having.repeated_by(part)} was not"
+                    yield note("presence.copy", having.names[part], f"{what} looked at")
 
 
 def _lost_copy(having: TensorMap, part: str, ref: TensorRef) -> Iterator[Finding]:

@@ -18,8 +18,9 @@ from mtpcheck.report.report import of_group
 from mtpcheck.tensormap import TensorMap, read_like
 
 
-def check_ranks(checkpoint: Checkpoint, progress: Progress | None = None) -> list[Finding]:
-    """What the headers said, and every tensor that several ranks hold, compared bit for bit."""
+def check_ranks(checkpoint: Checkpoint, bits: bool = True, progress: Progress | None = None) -> list[Finding]:
+    """What the headers said, and every tensor that several ranks hold, compared bit for bit, or without ``bits`` by
+    dtype and shape."""
     if checkpoint.ranks is None:
         return []
     found = of_group(checkpoint.findings, "topology")
@@ -30,9 +31,9 @@ def check_ranks(checkpoint: Checkpoint, progress: Progress | None = None) -> lis
         else:
             kinds = (f"{ref.dtype} {list(ref.shape)}" for ref in (first.ref, other.ref))
             found.append(_disagree(checkpoint.ranks, number, "has another dtype or shape there", *kinds))
-    for name, difference in compare_all(pairs, progress or Silent()).items():
-        bits = "0x" + difference.expected[::-1].hex(), "0x" + difference.got[::-1].hex()
-        found.append(_disagree(checkpoint.ranks, int(name), f"differs in {difference.elements:,} elements", *bits))
+    for name, difference in compare_all(pairs if bits else [], progress or Silent()).items():
+        both = "0x" + difference.expected[::-1].hex(), "0x" + difference.got[::-1].hex()
+        found.append(_disagree(checkpoint.ranks, int(name), f"differs in {difference.elements:,} elements", *both))
     return found
 
 

@@ -15,9 +15,9 @@ from mtpcheck.tensormap import TensorMap, TensorRef
 
 
 def compare_stored(
-    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], progress: Progress
+    reference: Mapping[str, TensorRef], candidate: Mapping[str, TensorRef], progress: Progress, bits: bool = True
 ) -> Iterator[Finding]:
-    """Two checkpoints of one layout, tensor by tensor under their stored names."""
+    """Two checkpoints of one layout, tensor by tensor under their stored names. Without ``bits`` dtypes and shapes."""
     for name in reference:
         if name not in candidate:
             yield failure("presence.missing", name, "is gone", expected=_kind(reference[name]))
@@ -25,7 +25,7 @@ def compare_stored(
         if name not in reference:
             yield failure("presence.unclaimed", name, "is new", got=_kind(candidate[name]))
     both = {name: name for name in reference if name in candidate}
-    yield from _compare(reference, candidate, both, progress)
+    yield from _compare(reference, candidate, both, progress, bits)
 
 
 def compare_maps(

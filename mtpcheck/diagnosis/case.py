@@ -54,6 +54,11 @@ class Case:
     """Key of FP8 scales → that of their codes."""
 
     @property
+    def readable(self) -> bool:
+        """Whether bits may be looked at."""
+        return self.a.readable and self.b.readable
+
+    @property
     def model(self) -> Model:
         return self.a.tensor_map.model
 

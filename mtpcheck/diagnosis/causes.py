@@ -53,7 +53,8 @@ def with_causes(found: Sequence[Finding], a: Side, b: Side) -> list[Finding]:
         ("values.shape", other_shape),
         ("presence.shape", other_shape),
     ):
-        explained |= {id(f): [Explained(f, explain(case, f), f.subject)] for f in groups.get(check, [])}
+        own = groups.get(check, [])
+        explained |= {id(f): [Explained(f, explain(case, f) if case.readable else None, f.subject)] for f in own}
     explained |= _by_finding(_explain_bits(case, groups.get("values.bits", [])))
     looked_at = {id(finding) for group in groups.values() for finding in group}
     every = (explained.get(id(f), []) if id(f) in looked_at else [Explained(f, None, f.subject)] for f in found)

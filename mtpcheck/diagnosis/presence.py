@@ -34,7 +34,7 @@ def explain_presence(case: Case, found: Sequence[Finding]) -> list[Explained]:
             gone[finding.subject] = lost
     new = {f.subject: case.b.checkpoint.tensors[f.subject] for f in found
            if f.check == "presence.unclaimed" and f.subject in case.b.checkpoint.tensors}  # fmt: skip
-    pairs = _pairs(gone, new)
+    pairs = _pairs(gone, new) if case.readable else {}
     causes = _renames(pairs)
     left = {name: lost for name, lost in gone.items() if name not in causes}
     causes |= _shards(case, left) or _components(case, left, rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -12,15 +11,15 @@ from typing import Any
 
 from mtpcheck.checks.structure import Twice, check_index, check_orphan, check_size, check_twice
 from mtpcheck.errors import FormatError
-from mtpcheck.files import LocalFile, inside, read
+from mtpcheck.files import Source, read
 from mtpcheck.plan import Plan
 from mtpcheck.report.finding import Finding
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
+from mtpcheck.tree import LocalTree, Tree, is_weights, json_in
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100_000_000  # safetensors' own limit
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Shard:
 class HfFolder:
     """What a Hugging Face folder holds, from headers alone."""
 
+    tree: Tree
     config: dict[str, Any]
     tensors: dict[str, TensorRef]
     shards: tuple[Shard, ...]
@@ -50,17 +50,17 @@ def is_hf(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def read_hf(folder: Path) -> HfFolder:
+def read_hf(where: Path | Tree) -> HfFolder:
     """Read config, index and headers. Raises FormatError where they cannot be trusted."""
-    files, index = _shard_files(folder)
+    tree = LocalTree(where) if isinstance(where, Path) else where
+    files, index = _shard_files(tree)
     weight_map: dict[str, str] = index["weight_map"] if index else {}
-    config = read_json(folder / "config.json", "an HF checkpoint needs it")
+    config = json_in(tree, "config.json", "an HF checkpoint needs it")
     tensors: dict[str, TensorRef] = {}
     shard_of: dict[str, str] = {}
     shards: list[Shard] = []
     twice: list[Twice] = []
-    for file in files:
-        source = LocalFile(inside(folder, file))
+    for file, source in zip(files, tree.open_shards(files), strict=True):
         header, own = read_header(source)
         for name, ref in own.items():
             if name in tensors and weight_map.get(name) != file:
@@ -76,65 +76,54 @@ def read_hf(folder: Path) -> HfFolder:
         metadata = index.get("metadata")
         stated = metadata.get("total_size") if isinstance(metadata, dict) else None
         findings += check_size(INDEX, stated, tensors.values())
-    others, left = _other_files(folder, set(files))
-    findings += [check_orphan(name, _names(folder, name), shard_of) for name in left]
-    return HfFolder(config, tensors, tuple(shards), shard_of, others, tuple(findings), tuple(twice))
+    others, left = _other_files(tree, set(files))
+    findings += [check_orphan(name, _names(tree, name), shard_of) for name in left]
+    return HfFolder(tree, config, tensors, tuple(shards), shard_of, others, tuple(findings), tuple(twice))
 
 
-def _names(folder: Path, file: str) -> list[str] | None:
+def _names(tree: Tree, file: str) -> list[str] | None:
     """Tensors of a file that is no part of the checkpoint; None if it is no sound safetensors file of the folder."""
     if not file.endswith(".safetensors"):
         return None
     try:
-        return list(read_header(LocalFile(inside(folder, file)))[1])
+        return list(read_header(tree.open(file))[1])
     except FormatError:
         return None
 
 
-def read_json(path: Path, why: str) -> dict[str, Any]:
-    """A JSON object. Raises FormatError, with ``why`` if the file is missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FormatError(f"{path}: no such file; {why}") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _shard_files(folder: Path) -> tuple[list[str], dict[str, Any] | None]:
+def _shard_files(tree: Tree) -> tuple[list[str], dict[str, Any] | None]:
     """Shards in order, and the index if there is one, its ``weight_map`` checked."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.exists() and index.exists():
+    single, index = tree.has(SINGLE), tree.has(INDEX)
+    if single and index:
         raise FormatError(
-            f"{folder}: both {SINGLE} and {INDEX} are there and loaders disagree on which counts; remove one"
+            f"{tree.name}: both {SINGLE} and {INDEX} are there and loaders disagree on which counts; remove one"
         )
-    if index.exists():
-        table = read_json(index, "")
+    if index:
+        table = json_in(tree, INDEX)
         weight_map = table.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise FormatError(f"{index}: no weight_map of tensor names to file names")
+            raise FormatError(f"{tree.name}/{INDEX}: no weight_map of tensor names to file names")
         files = sorted(set(weight_map.values()))
         for file in files:
-            if not inside(folder, file).is_file():
-                raise FormatError(f"{index}: names {file!r}, which is not in the folder; download or copy it")
+            if not tree.has(file):
+                raise FormatError(
+                    f"{tree.name}/{INDEX}: names {file!r}, which is not in the folder; download or copy it"
+                )
         return files, table
-    if single.exists():
+    if single:
         return [SINGLE], None
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    found = [name for name in tree.names() if name.endswith(".safetensors") and "/" not in name]
     if found:
-        raise FormatError(f"{folder}: {found[0]} but neither {SINGLE} nor {INDEX}; the index is missing")
-    raise FormatError(f"{folder}: config.json but no safetensors weights; not a checkpoint mtpcheck can read")
+        raise FormatError(f"{tree.name}: {found[0]} but neither {SINGLE} nor {INDEX}; the index is missing")
+    raise FormatError(f"{tree.name}: config.json but no safetensors weights; not a checkpoint mtpcheck can read")
 
 
-def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
+def read_header(source: Source) -> tuple[bytes, dict[str, TensorRef]]:
     """Header bytes and tensors of one safetensors file, every size and offset checked against the file.
 
     Format: https://github.com/huggingface/safetensors#format
     """
-    path = source.path
+    path = source.name
     if source.size < 8:
         raise FormatError(f"{path}: {source.size} bytes are too few for a safetensors file; it is cut off")
     length = int.from_bytes(read(source, 0, 8), "little")
@@ -162,7 +151,7 @@ def read_header(source: LocalFile) -> tuple[bytes, dict[str, TensorRef]]:
 _Entry = tuple[str, int, int, str, tuple[int, ...]]
 
 
-def _entries(path: Path, raw: bytes) -> list[_Entry]:
+def _entries(path: str, raw: bytes) -> list[_Entry]:
     """(name, first data byte, end, dtype, shape) of every tensor, in the order of the data, which has no gaps."""
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_unique)
@@ -192,7 +181,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: Path, name: str, entry: Any) -> _Entry:
+def _entry(path: str, name: str, entry: Any) -> _Entry:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -211,27 +200,14 @@ def _entry(path: Path, name: str, entry: Any) -> _Entry:
     return name, begin, end, dtype, shape
 
 
-def _other_files(folder: Path, shards: set[str]) -> tuple[tuple[str, ...], list[str]]:
-    """(files to carry, weight files that are no part of the checkpoint), hidden folders left out."""
-    carried, left = [], []
-    for base, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        linked = next((name for name in folders if (Path(base) / name).is_symlink()), None)
-        if linked:
-            raise FormatError(
-                f"{Path(base) / linked}: is a link to a folder, which is not followed; put the folder here"
-            )
-        for file in sorted(files):
-            name = str((Path(base) / file).relative_to(folder))
-            if name in shards:
-                continue
-            if Path(file).suffix in _WEIGHTS:
-                left.append(name)
-            else:
-                if not inside(folder, name).is_file():
-                    raise FormatError(f"{folder / name}: is a dangling link or no regular file; remove it")
-                carried.append(name)
-    return tuple(sorted(carried)), left
+def _other_files(tree: Tree, shards: set[str]) -> tuple[tuple[str, ...], list[str]]:
+    """(files to carry, weight files that are no part of the checkpoint)."""
+    others = [name for name in tree.names() if name not in shards]
+    carried = tuple(name for name in others if not is_weights(name))
+    for name in carried:
+        if not tree.has(name):
+            raise FormatError(f"{tree.name}/{name}: is a dangling link or no regular file; remove it")
+    return carried, [name for name in others if is_weights(name)]
 
 
 def make_header(tensors: Iterable[tuple[str, TensorRef]]) -> bytes:
@@ -245,6 +221,6 @@ def make_header(tensors: Iterable[tuple[str, TensorRef]]) -> bytes:
     return raw + b" " * (-len(raw) % 8)
 
 
-def header_entries(header: bytes, path: Path = Path("header")) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def header_entries(header: bytes, path: str = "header") -> dict[str, tuple[str, tuple[int, ...], int]]:
     """name → (dtype, shape, first data byte) of a raw header. Raises FormatError if it is not sound."""
     return {name: (dtype, shape, begin) for name, begin, _, dtype, shape in _entries(path, header)}

@@ -21,7 +21,6 @@ from typing import Any
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError, UnsupportedError
 from mtpcheck.files import LocalFile
-from mtpcheck.layouts.hf import read_json
 from mtpcheck.layouts.items import Chunk, Item
 from mtpcheck.layouts.zipstore import (
     TORCH_DTYPES,
@@ -31,6 +30,7 @@ from mtpcheck.layouts.zipstore import (
 )
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import DTYPE_BITS, TensorRef
+from mtpcheck.tree import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON_STATE = "common_state/"

@@ -45,12 +45,12 @@ class Target:
     path: Path | None
 
 
-def targets_of(texts: Sequence[str], subjects: Sequence[Path], as_json: bool) -> list[Target]:
+def targets_of(texts: Sequence[str], subjects: Sequence[str | Path], as_json: bool) -> list[Target]:
     """Targets of ``--report``. Raises UsageError now for what would fail after an hour, or write into a checkpoint."""
     return [_target(text, subjects, as_json) for text in texts]
 
 
-def _target(text: str, subjects: Sequence[Path], as_json: bool) -> Target:
+def _target(text: str, subjects: Sequence[str | Path], as_json: bool) -> Target:
     kind, _, name = text.partition("=")
     path = Path(name)
     if kind not in FORMATS or not name or (name == "-" and kind != "github"):
@@ -61,7 +61,7 @@ def _target(text: str, subjects: Sequence[Path], as_json: bool) -> Target:
         return Target(kind, None)
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--report {text}: {path} is a folder, or lies in none that exists")
-    if any(path.resolve().is_relative_to(subject.resolve()) for subject in subjects):
+    if any(path.resolve().is_relative_to(Path(subject).resolve()) for subject in subjects):
         raise UsageError(f"--report {text}: lies inside a checkpoint; name a file outside it")
     return Target(kind, path)
 

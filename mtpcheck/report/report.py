@@ -118,7 +118,7 @@ class Report:
         known = {f"{group}.{name}": entry["severity"] for name, entry in check_table()[group]["ids"].items()}
         assert all(f.severity in known[f.check] for f in own), [(f.check, f.severity) for f in own]
         failed = any(f.severity is Severity.FAILURE for f in own)
-        self.checks.append(Check(group, "failed" if failed else "passed", detail))
+        self._record(Check(group, "failed" if failed else "passed", detail))
         self.findings += own
 
     def include(self, findings: Iterable[Finding]) -> None:
@@ -131,12 +131,16 @@ class Report:
 
     def skip(self, group: str, why: str) -> None:
         """Record that a group did not run. Skipped is never success; the verdict says so."""
-        self.checks = [c for c in self.checks if (c.group, c.status) != (group, "skipped")]
-        self.checks.append(Check(group, "skipped", why))
+        self._record(Check(group, "skipped", why))
 
     def could_not(self, group: str, why: str) -> None:
         """Record that a group was to run and could not. Nothing holds then; what fails still does."""
-        self.checks.append(Check(group, "unjudged", why))
+        self._record(Check(group, "unjudged", why))
+
+    def _record(self, check: Check) -> None:
+        """A group that was skipped before is no longer."""
+        self.checks = [c for c in self.checks if (c.group, c.status) != (check.group, "skipped")]
+        self.checks.append(check)
 
     @property
     def failures(self) -> list[Finding]:
