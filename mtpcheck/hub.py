@@ -214,4 +214,17 @@ def open_repo(text: str) -> HubTree | LocalTree:
     if not info.sha or any(file.size is None for file in files):
         raise HubError(f"{text}: {constants.ENDPOINT} does not tell the commit or the sizes of files")
     sizes = {file.rfilename: file.size or 0 for file in files}
-    return HubTree(repo, info.sha, sizes, {file.rfilename: file.lfs.sha256 for file in files if file.lfs})
+    tree = HubTree(repo, info.sha, sizes, {file.rfilename: file.lfs.sha256 for file in files if file.lfs})
+    _remember(tree, revision or "main")
+    return tree
+
+
+def _remember(tree: HubTree, revision: str) -> None:
+    """Let the cache know what a branch or tag stands for, so that it can be named offline too."""
+    from huggingface_hub import hf_hub_download
+
+    ref = tree.folder.parent.parent / "refs" / revision
+    known = revision == tree.commit or (ref.is_file() and ref.read_text() == tree.commit)
+    if not known and tree.has("config.json"):
+        with told(f"{tree.name}/config.json"), _bars(False):
+            hf_hub_download(tree.repo, "config.json", revision=revision)

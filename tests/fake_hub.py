@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+_HOLLOW = 1 << 28
 LARGE = {".safetensors", ".bin"}
 """Suffixes of files that are stored by their SHA-256, as with LFS."""
 
@@ -71,12 +72,9 @@ class Hub:
     def sha256(self, path: Path) -> str:
         key = (str(path), path.stat().st_size, path.stat().st_mtime_ns)
         if key not in self.sums:
-            self.sums[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+            hollow = key[1] > _HOLLOW  # a sparse file, whose zeros nobody hashes
+            self.sums[key] = hashlib.sha256(str(path).encode() if hollow else path.read_bytes()).hexdigest()
         return self.sums[key]
-
-    def bodies(self, suffix: str) -> list[Asked]:
-        """Answers with bytes of files of this suffix."""
-        return [asked for asked in self.asked if asked.nbytes and suffix in asked.path and asked.method == "GET"]
 
 
 @contextmanager
@@ -102,6 +100,7 @@ def _server(hub: Hub, host: str) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    cut = False
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -120,14 +119,13 @@ class _Handler(BaseHTTPRequestHandler):
         match self.hub.fault(self.command, path):
             case int(status):
                 self._send(status, headers={"Retry-After": "0"})
-            case "cut":
-                self._route(path, cut=True)
-            case _:
+            case fault:
+                self.cut = fault == "cut"
                 self._route(path)
 
-    def _route(self, path: str, cut: bool = False) -> None:
+    def _route(self, path: str) -> None:
         if found := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
-            return self._file(self.hub.repos[found[1]].files[found[2]], cut)
+            return self._file(self.hub.repos[found[1]].files[found[2]])
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
         found = found or re.fullmatch(r"/([^/]+/[^/]+)/(resolve)/([^/]+)/(.+)", path)
         repo = self.hub.repos.get(found[1]) if found else None
@@ -136,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found[3] not in ("main", repo.commit):
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {found[3]}")
         if found[2] == "resolve":
-            return self._resolve(found[1], repo, found[4], cut)
+            return self._resolve(found[1], repo, found[4])
         blobs = bool(parse_qs(urlsplit(self.path).query).get("blobs"))
         self._json(self._info(found[1], repo, blobs) if found[2] == "revision" else self._tree(repo))
 
@@ -144,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         def sibling(file: str, path: Path) -> dict[str, object]:
             told: dict[str, object] = {"rfilename": file}
             if blobs:
-                told |= {"size": path.stat().st_size, "blobId": _git(path)}
+                told |= {"size": path.stat().st_size, "blobId": self.hub.sha256(path)[:40]}
                 if path.suffix in LARGE:
                     told["lfs"] = {"sha256": self.hub.sha256(path), "size": path.stat().st_size, "pointerSize": 134}
             return told
@@ -155,14 +153,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tree(self, repo: Repo) -> object:
         def entry(file: str, path: Path) -> dict[str, object]:
-            told: dict[str, object] = {"type": "file", "path": file, "size": path.stat().st_size, "oid": _git(path)}
+            size, sha256 = path.stat().st_size, self.hub.sha256(path)
+            told: dict[str, object] = {"type": "file", "path": file, "size": size, "oid": sha256[:40]}
             if path.suffix in LARGE:
-                told["lfs"] = {"oid": self.hub.sha256(path), "size": path.stat().st_size, "pointerSize": 134}
+                told["lfs"] = {"oid": sha256, "size": size, "pointerSize": 134}
             return told
 
         return [entry(file, path) for file, path in repo.files.items()]
 
-    def _resolve(self, name: str, repo: Repo, file: str, cut: bool) -> None:
+    def _resolve(self, name: str, repo: Repo, file: str) -> None:
         if repo.gated and self._token() != self.hub.token:
             return self._error(403 if self._token() else 401, "GatedRepo", f"Access to model {name} is restricted")
         path = repo.files.get(file)
@@ -170,19 +169,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": repo.commit}
         if path.suffix not in LARGE:
-            return self._file(path, cut, {**headers, "ETag": f'"{_git(path)}"'})
+            return self._file(path, {**headers, "ETag": f'"{self.hub.sha256(path)[:40]}"'})
         headers |= {"X-Linked-Etag": f'"{self.hub.sha256(path)}"', "X-Linked-Size": str(path.stat().st_size)}
         self._send(302, headers={**headers, "Location": f"{self.hub.cdn}/cdn/{name}/{file}"})
 
-    def _file(self, path: Path, cut: bool, headers: dict[str, str] | None = None) -> None:
-        raw = path.read_bytes()
+    def _file(self, path: Path, headers: dict[str, str] | None = None) -> None:
+        size = path.stat().st_size
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        own = {"Accept-Ranges": "bytes", "ETag": f'"{_git(path)}"', **(headers or {})}
-        if span and self.hub.ranges:
-            begin, end = int(span[1]), min(int(span[2] or len(raw)) + 1, len(raw))
-            own["Content-Range"] = f"bytes {begin}-{end - 1}/{len(raw)}"
-            return self._send(206, raw[begin:end], own, cut)
-        self._send(200, raw, own, cut)
+        own = {"Accept-Ranges": "bytes", "ETag": f'"{self.hub.sha256(path)}"', **(headers or {})}
+        if not span or not self.hub.ranges:
+            return self._send(200, path.read_bytes(), own)
+        begin, end = int(span[1]), min(int(span[2] or size) + 1, size)
+        with path.open("rb") as file:
+            file.seek(begin)
+            self._send(206, file.read(end - begin), {**own, "Content-Range": f"bytes {begin}-{end - 1}/{size}"})
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -193,20 +193,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _token(self) -> str:
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: bool = False) -> None:
+    def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        sent = b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body
+        sent = b"" if self.command == "HEAD" else body[: len(body) // 2] if self.cut else body
         span = self.headers.get("Range", "")
         self.hub.asked.append(Asked(self.command, unquote(self.path), span, self._token(), status, len(sent)))
         self.wfile.write(sent)
-        if cut:
+        if self.cut and body:
             self.close_connection = True
-
-
-def _git(path: Path) -> str:
-    raw = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest()
