@@ -104,8 +104,8 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
 
 @app.command()
 def verify(
-    reference: Annotated[str, typer.Argument(metavar="REFERENCE")],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE")],
+    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="What it should be; as CKPT elsewhere.")],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What it is.")],
     family: Family = None,
     values: Annotated[
         Values | None,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.hub import HubTree
 from mtpcheck.layouts.hf import read_hf
+from mtpcheck.progress import bar
 
 
 def is_remote(checkpoint: Checkpoint) -> bool:
@@ -32,9 +33,11 @@ def fetched(
     tree = checkpoint.hf.tree
     wanted = [s.file for s in checkpoint.hf.shards if tensors is None or not set(s.names).isdisjoint(tensors)]
     if missing := tree.missing([*wanted, *(checkpoint.hf.others if others else ())]):
+        size = sum(tree.sizes[file] for file in missing)
         if show:
-            size = decimal(sum(tree.sizes[file] for file in missing))
-            print(f"fetching {len(missing):,} files, {size}, of {tree.name} into {tree.folder}", file=sys.stderr)
-        tree.fetch(missing, show)
+            told = f"fetching {len(missing):,} files, {decimal(size)}, of {tree.name} into {tree.folder}"
+            print(told, file=sys.stderr)
+        with bar("fetching", size, show) as progress:
+            tree.fetch(missing, progress)
     hf = read_hf(tree)
     return replace(checkpoint, tensors=hf.tensors, hf=hf, findings=hf.findings)

@@ -6,11 +6,10 @@ Tokens, endpoint, cache, timeouts and retries are huggingface_hub's own, with it
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +17,8 @@ from urllib.parse import quote
 from mtpcheck.errors import FormatError, HubError
 from mtpcheck.files import LocalFile, Source, inside
 from mtpcheck.hub_errors import told
+from mtpcheck.parallel import Alive, in_parallel
+from mtpcheck.progress import Progress, Silent
 from mtpcheck.target import check_space
 from mtpcheck.tree import LocalTree, is_weights
 
@@ -66,7 +67,7 @@ class HubTree:
     def open(self, file: str) -> Source:
         """A file of the cache; one with weights that is not there yet stays on the Hub, any other is fetched."""
         if (path := self._cached(file)) is None and not is_weights(file):
-            self.fetch([file], show=False)
+            self.fetch([file])
             path = inside(self.folder, file)
         return LocalFile(path) if path is not None else HubFile(self, file)
 
@@ -86,43 +87,43 @@ class HubTree:
         path = inside(self.folder, file)
         return path if path.is_file() and path.stat().st_size == self.sizes[file] else None
 
-    def fetch(self, files: Sequence[str], show: bool = True) -> None:
-        """Fetch files into the cache; with ``show`` huggingface_hub's bars are shown on a terminal.
-
-        Raises UsageError if its disk is too small, HubError for the rest.
-        """
-        from huggingface_hub import constants, hf_hub_download
+    def fetch(self, files: Sequence[str], progress: Progress | None = None) -> None:
+        """Fetch files into the cache. Raises UsageError if its disk is too small, HubError for the rest."""
+        from huggingface_hub import constants
 
         cache = Path(constants.HF_HUB_CACHE)
         there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
         check_space(there, sum(self.sizes[file] for file in files), "point HF_HUB_CACHE to another disk")
-
-        def fetch_one(file: str) -> None:
-            with told(f"{self.name}/{file}"):
-                hf_hub_download(self.repo, file, revision=self.commit)
+        jobs = (partial(self._fetch, file, self.commit, progress or Silent()) for file in files)
+        list(in_parallel(jobs, _AT_ONCE))
+        for file in files:
             if self._cached(file) is None:
                 raise HubError(f"{self.name}/{file}: was not fetched whole into {self.folder}; remove it there")
 
-        with _bars(show and sys.stderr.isatty()), ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(fetch_one, files))
+    def _fetch(self, file: str, revision: str, progress: Progress, alive: Alive) -> None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
+        class Bar(tqdm):
+            """Where huggingface_hub counts bytes, and the only place where a download can be stopped."""
 
-@contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
-    hidden = not shown and not are_progress_bars_disabled()
-    if hidden:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if hidden:
-            enable_progress_bars()
+            def update(self, n: float | None = 1) -> bool | None:
+                alive()
+                progress.advance(int(n or 0))
+                return None
+
+        with told(f"{self.name}/{file}"):
+            hf_hub_download(self.repo, file, revision=revision, tqdm_class=Bar)
+
+    def remember(self, revision: str) -> None:
+        """Let the cache know what a branch or tag stands for, so that it can be named offline too."""
+        ref = self.folder.parent.parent / "refs" / revision
+        known = revision == self.commit or (ref.is_file() and ref.read_text() == self.commit)
+        if not known and self.has("config.json"):
+            self._fetch("config.json", revision, Silent(), lambda: None)
 
 
 class HubFile:
@@ -215,16 +216,5 @@ def open_repo(text: str) -> HubTree | LocalTree:
         raise HubError(f"{text}: {constants.ENDPOINT} does not tell the commit or the sizes of files")
     sizes = {file.rfilename: file.size or 0 for file in files}
     tree = HubTree(repo, info.sha, sizes, {file.rfilename: file.lfs.sha256 for file in files if file.lfs})
-    _remember(tree, revision or "main")
+    tree.remember(revision or "main")
     return tree
-
-
-def _remember(tree: HubTree, revision: str) -> None:
-    """Let the cache know what a branch or tag stands for, so that it can be named offline too."""
-    from huggingface_hub import hf_hub_download
-
-    ref = tree.folder.parent.parent / "refs" / revision
-    known = revision == tree.commit or (ref.is_file() and ref.read_text() == tree.commit)
-    if not known and tree.has("config.json"):
-        with told(f"{tree.name}/config.json"), _bars(False):
-            hf_hub_download(tree.repo, "config.json", revision=revision)
