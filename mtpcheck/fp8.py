@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
+from mtpcheck.dequantize import has_nan, multiply, widened
 from mtpcheck.errors import FormatError
 from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
@@ -136,8 +137,15 @@ class Dequantized:
     def _decode(self, first: int, end: int, out: U8) -> None:
         """Fill ``out`` with the values of some rows."""
         codes = bytes_of(self.codes.slice(0, first, end), "codes").reshape(end - first, -1)
-        table, places = _placed(self.grid, codes, first, 0, 8)
-        _look_up(table, places, out.view(np.uint16))
+        values, scales = out.view(np.uint16).reshape(codes.shape), _widened(self.grid)
+        if scales is None or has_nan(codes):
+            table, places = _placed(self.grid, codes, first, 0, 8)
+            _look_up(table, places, values)
+            return
+        high = min(self.grid.block[0], end)
+        for row in range(first // high, -(-end // high)):
+            lines = slice(max(row * high, first) - first, min((row + 1) * high, end) - first)
+            multiply(codes[lines], scales[row], values[lines])
 
 
 class Strange(Exception):
@@ -215,6 +223,12 @@ def _tables(grid: Grid, above: int, below: int) -> U16:
     if prod(grid.shape) <= _FEW:
         return _all_tables(grid)[above:below]
     return tables(grid.read(above, below).reshape(-1)).reshape(below - above, -1, 256)
+
+
+@lru_cache(maxsize=4)
+def _widened(grid: Grid) -> F32 | None:
+    """Scales for ``multiply``, None where tables are needed; of few matrices, as above."""
+    return widened(grid.read(), grid.block[1], grid.matrix[1])
 
 
 @lru_cache(maxsize=4)

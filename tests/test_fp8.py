@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
+from mtpcheck.dequantize import has_nan, multiply, widened
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
-from mtpcheck.fp8 import Coded, Dequantized, Grid, Strange
+from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, Strange, tables
 from mtpcheck.inspect import inspect
 from mtpcheck.megatron import Options
 from mtpcheck.move import read_plan
@@ -57,6 +58,46 @@ def all_codes(scales: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Grid]
 def codes_of(values: np.ndarray[Any, Any], grid: Grid) -> np.ndarray[Any, Any]:
     source = Coded(given("values", "BF16", values).plan, grid)
     return np.frombuffer(read_plan(Plan.region(source, 0, values.shape, 1)), np.uint8).reshape(values.shape)
+
+
+def test_arithmetic_gives_what_the_tables_give() -> None:
+    """Every code but NaN under scales of every exponent, with the shortest, longest and random mantissas, of both
+    signs; and where arithmetic would not do, there is none."""
+    rng = np.random.default_rng(0)
+    exponents = np.arange(246, dtype=np.uint32)
+    mantissas = np.concatenate([[0, 1, 0x400000, 0x7FFFFF], rng.integers(0, 1 << 23, 60)]).astype(np.uint32)
+    scales = (exponents[:, None] << 23 | mantissas).reshape(-1)
+    scales = np.concatenate([scales, scales | np.uint32(1 << 31)]).view(np.float32)
+    codes = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    matrix, expected = np.tile(codes, (len(scales), 1)), tables(scales)[:, codes]
+    assert not has_nan(matrix) and has_nan(np.array([0x7F], np.uint8)) and has_nan(np.array([0xFF], np.uint8))
+    out = np.empty(matrix.T.shape, np.uint16)
+    factors = widened(scales[None], 1, len(scales))
+    assert factors is not None
+    multiply(np.ascontiguousarray(matrix.T), factors[0], out)
+    assert (expected == out.T).all()
+    for odd in (2.0**119, np.inf, np.nan):
+        assert widened(np.array([[odd]], np.float32), 1, 1) is None
+
+
+@pytest.mark.parametrize("block", [(128, 128), (3, 5), (1, 7), (1 << 62, 1 << 62)])
+@pytest.mark.parametrize("nan", [False, True])
+def test_any_rows_of_any_blocks(block: tuple[int, int], nan: bool) -> None:
+    """Slabs begin and end anywhere in blocks that are ragged at the edges."""
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 0x7F, (300, 1000), dtype=np.uint8) | rng.integers(0, 2, (300, 1000), dtype=np.uint8) << 7
+    codes[70, 33] |= 0x7F if nan else 0
+    shape = tuple(-(-n // min(edge, n)) for n, edge in zip(codes.shape, block, strict=True))
+    scales = rng.random(shape, np.float32) + np.float32(0.5)
+    grid = Grid(given("scales", "F32", scales), block if shape != (1, 1) else WHOLE, codes.shape, "x")
+    plan = Plan.region(Dequantized(given("codes", "F8_E4M3", codes).plan, grid), 0, codes.shape, 2)
+    rows, columns = (np.arange(n) // min(edge, n) for n, edge in zip(codes.shape, block, strict=True))
+    products = torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * torch.from_numpy(scales[rows][:, columns])
+    expected = products.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    for first, end in ((0, 300), (0, 1), (127, 129), (1, 300), (130, 131)):
+        got = np.frombuffer(read_plan(plan.slice(0, first, end)), np.uint16).reshape(end - first, -1)
+        same = (got == expected[first:end]) | (codes[first:end] & 0x7F == 0x7F)
+        assert same.all()
 
 
 @pytest.mark.parametrize("exponent", range(256))
