@@ -72,7 +72,8 @@ class Form:
         if self.of:
             if type(value) not in (int, float) or not abs(value) <= _MOST_SHARE or not facts.get(self.of):
                 raise FormatError(f"config.json: {key} is {value!r}, expected a share of {self.of}")
-            return value / facts[self.of]
+            share = value / facts[self.of]
+            return int(share) if share.is_integer() else share
         value = of_layers(value, facts) if isinstance(value, list) else value
         theirs = [kind for _, kind in self.kinds] or [self.first, self.then]
         if not isinstance(value, list) or any(entry not in theirs for entry in value):

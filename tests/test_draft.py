@@ -126,7 +126,7 @@ def test_an_indexer_chooses_what_it_chooses_in_the_whole_model() -> None:
 def test_no_weight_stays_in_memory(name: str) -> None:
     own = engine(name)
     run(own, [IDS])
-    modules = (own.trunk._causal, *own.trunk._blocks)
+    modules = (own.trunk._decoder, *own.trunk._blocks)
     held = {key for module in modules for key, value in module.state_dict().items() if not value.is_meta}
     assert not held
 
@@ -538,23 +538,24 @@ def test_a_text_of_one_token_has_no_drafts() -> None:
 # ---- what is relied on
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm_moe_dsa", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm_moe_dsa", "glm_ocr_text", "llama", "qwen2", "qwen3"])
 def test_what_the_engine_relies_on_in_transformers(kind: str) -> None:
     """Every name of transformers that mtpcheck uses and no release promises; a failure here says which one moved."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel
 
     assert kind in CONFIG_MAPPING
-    assert CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
+    assert CONFIG_MAPPING[kind] in MODEL_MAPPING
+    within = CONFIG_MAPPING[kind].base_config_key == "text_config"
+    assert within is kind.endswith("_text") and (within or CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING)
     small = {"num_hidden_layers": 4, "vocab_size": 8}
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**small), attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    assert isinstance(model.config._experts_implementation, str)
-    decoder = model.get_decoder()
+        decoder: Any = AutoModel.from_config(CONFIG_MAPPING[kind](**small), attn_implementation="eager")
+    assert decoder.config._attn_implementation == "eager"
+    assert isinstance(decoder.config._experts_implementation, str)
     assert len(decoder.layers) == 4
     assert isinstance(decoder.norm, torch.nn.Module)
     assert "inv_freq" in decoder.rotary_emb._non_persistent_buffers_set
-    assert type(decoder.rotary_emb)(config=model.config).inv_freq.device.type == "cpu"
+    assert type(decoder.rotary_emb)(config=decoder.config).inv_freq.device.type == "cpu"
     for layer in decoder.layers:
         assert any(isinstance(getattr(layer, name, None), torch.nn.Module) for name in trunk.ATTENTION)
         for path, module in layer.named_modules():

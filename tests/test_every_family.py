@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,22 @@ from mtpcheck.proof import prove
 from mtpcheck.tensormap import is_mtp, read_tensor_map
 from mtpcheck.topology import Topology
 from mtpcheck.verify import verify
-from tests.conftest import FIXTURES, edit_json
+from tests.conftest import FIXTURES
 from tests.megatron_edit import flip_bit, payload_of
 from tests.test_roundtrip import sha256
 
 NEW = (
-    "bailing_moe_v2", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "kimi_k2",
-    "mimo_v2_flash", "minimax_m2", "pangu_ultra_moe",
+    "bailing_moe_v2", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "glm_ocr", "hy_v3", "kimi_k2",
+    "mimo_v2_flash", "minimax_m2", "minimax_m3", "pangu_ultra_moe",
 )  # fmt: skip
-UNTRAINED = {"bailing_moe_v2", "pangu_ultra_moe", "minimax_m2"}
+NO_HEAD = ("minimax_m2", "minimax_m3")  # which their configs declare
+UNTRAINED = {"bailing_moe_v2", "pangu_ultra_moe", *NO_HEAD}
+WITH_IMAGES = ("glm_ocr", "minimax_m3", "qwen3_5", "qwen3_5_moe")
 IDS = [(7 * i * i + 3 * i + 5) % 260 for i in range(90)]  # longer than the windows and what an indexer chooses
-RANKS = {name: Topology(tp=1 if name == "minimax_m2" else 2, pp=2, ep=2, etp=1) for name in NEW}
+RANKS = {name: Topology(tp=2, pp=2, ep=2, etp=1) for name in NEW} | {
+    "minimax_m2": Topology(tp=1, pp=2, ep=2, etp=1),  # has norms over all heads
+    "glm_ocr": Topology(tp=2, pp=2),  # has no experts
+}
 
 
 def test_every_family_has_a_fixture_and_a_row() -> None:
@@ -54,7 +60,9 @@ def test_the_page_is_what_the_tables_say() -> None:
 @pytest.mark.parametrize("layout", ["torch_dist", "local", "torch"])
 def test_there_and_back(name: str, layout: str, tmp_path: Path) -> None:
     ranks, source = layout == "torch", as_stored(name, tmp_path)
-    options = Options(spec="local" if layout == "local" else "te", topology=RANKS[name] if ranks else Topology())
+    options = replace(
+        options_of(name, RANKS[name] if ranks else Topology()), spec="local" if layout == "local" else "te"
+    )
     convert(source, tmp_path / "megatron", "torch" if ranks else "torch_dist", options=options)
     report = verify(source, tmp_path / "megatron", allow_no_mtp=True)
     assert report.verdict == "holds", report.findings
@@ -62,23 +70,32 @@ def test_there_and_back(name: str, layout: str, tmp_path: Path) -> None:
     assert sha256(tmp_path / "hf") == sha256(source)
 
 
+def options_of(name: str, topology: Topology) -> Options:
+    return Options(topology=topology, text_only=name in WITH_IMAGES)
+
+
 def as_stored(name: str, folder: Path) -> Path:
     """A fixture; MiniMax's without the declaration of layers that it does not hold, which is refused (below)."""
-    if name != "minimax_m2":
+    if name not in NO_HEAD:
         return FIXTURES / name
     source = Path(shutil.copytree(FIXTURES / name, folder / "source"))
-    edit_json(source / "config.json", num_mtp_modules=None)
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    for table in (config, config.get("text_config", {})):
+        for key in {"num_mtp_modules", "num_nextn_predict_layers"} & table.keys():
+            table[key] = None
+    path.write_text(json.dumps(config))
     return source
 
 
-@pytest.mark.parametrize("name", [name for name in NEW if name != "minimax_m2"])
+@pytest.mark.parametrize("name", [name for name in NEW if name not in NO_HEAD])
 def test_the_round_trip_is_proved_from_headers(name: str) -> None:
-    assert prove(FIXTURES / name).verdict == "holds"
+    assert prove(FIXTURES / name, options=options_of(name, Topology())).verdict == "holds"
 
 
 @pytest.mark.parametrize("name", [name for name in NEW if name not in UNTRAINED])
 def test_ranks_draft_what_the_source_drafts(name: str, tmp_path: Path) -> None:
-    convert(FIXTURES / name, tmp_path / "torch", "torch", options=Options(topology=RANKS[name]))
+    convert(FIXTURES / name, tmp_path / "torch", "torch", options=options_of(name, RANKS[name]))
     passages = []
     for folder in (FIXTURES / name, tmp_path / "torch"):
         checkpoint = open_checkpoint(folder)
@@ -92,6 +109,7 @@ def test_ranks_draft_what_the_source_drafts(name: str, tmp_path: Path) -> None:
         ("bailing_moe_v2", "no language model of type 'bailing_moe_v2'"),
         ("pangu_ultra_moe", "no language model of type 'pangu_ultra_moe'"),
         ("minimax_m2", "declares 3 MTP layers and stores none"),
+        ("minimax_m3", "declares 7 MTP layers and stores none"),
     ],
 )
 def test_what_cannot_be_run_says_why(name: str, why: str) -> None:
@@ -145,20 +163,20 @@ TRUNKS = {"kimi_k2": "deepseek_v3"}
 NATIVE = sorted(
     path.parent.name
     for path in FIXTURES.glob("*/config.json")
-    if path.parent.name not in {"mimo", "bailing_moe_v2", "pangu_ultra_moe"} and "text_config" not in path.read_text()
+    if path.parent.name not in {"mimo", "bailing_moe_v2", "pangu_ultra_moe"}
 )
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_transformers_saves_what_the_family_reads(name: str, tmp_path: Path) -> None:
     """A model that transformers made from the same config and saved: its names, shapes and config keys."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = json.loads((FIXTURES / name / "config.json").read_text())
     own = {key: deepcopy(value) for key, value in config.items() if key not in ("model_type", "transformers_version")}
     known = AutoConfig.for_model(TRUNKS.get(name, config["model_type"]), **own)
-    model: Any = AutoModelForCausalLM.from_config(known)
-    model.save_pretrained(tmp_path)
+    auto: Any = AutoModelForImageTextToText if name in WITH_IMAGES else AutoModelForCausalLM
+    auto.from_config(known).save_pretrained(tmp_path)
     saved, fixture = (read_tensor_map(open_checkpoint(folder)) for folder in (tmp_path, FIXTURES / name))
     assert [f for f in saved.findings if f.check.startswith("presence.")] == []
     assert {part for part in fixture.parts if not part.startswith("mtp.")} == set(saved.parts)

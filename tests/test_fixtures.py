@@ -14,6 +14,10 @@ from tests.conftest import FIXTURES
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 
 FP32 = ("e_score_correction_bias", "expert_bias")
+FP32_OF = {
+    "qwen3_5": ("A_log", "linear_attn.norm.weight"),
+    "minimax_m3": ("block_sparse_moe.gate.weight", "patch_embedding.weight"),
+}
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -26,7 +30,7 @@ def test_norms_biases_and_signs_show_when_they_are_lost(name: str) -> None:
     for key, tensor in tensors.items():
         values = tensor.float()
         assert values.isfinite().all(), key
-        wide = key.endswith(FP32) or (name == "qwen3_5" and key.endswith(("A_log", "linear_attn.norm.weight")))
+        wide = key.endswith((*FP32, *FP32_OF.get(name, ())))
         assert tensor.dtype == (torch.float32 if wide else torch.bfloat16), key
         if "norm" in key and key.endswith("weight"):
             assert values.std() > 0.2, f"{key} could be exchanged with another and nobody would see it"

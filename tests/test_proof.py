@@ -19,7 +19,8 @@ from mtpcheck.rows import PartShape, Row
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 # MiniMax's fixture holds no MTP layer, so there is nothing to judge
-HF = sorted(path.parent for path in FIXTURES.glob("*/config.json") if path.parent.name != "minimax_m2")
+NO_HEAD = ("minimax_m2", "minimax_m3")
+HF = sorted(path.parent for path in FIXTURES.glob("*/config.json") if path.parent.name not in NO_HEAD)
 MEGATRON = sorted(path for path in FIXTURES.glob("megatron/core-*/*/torch_dist") if "/dense_" not in str(path))
 
 

@@ -46,11 +46,13 @@ def _lacking(family: Family, config: Mapping[str, Any]) -> list[str]:
 def model_config(family: Family, config: Mapping[str, Any]) -> Any:
     """transformers' config of a decoder. Raises UnsupportedError if it has no such model, or refuses a value."""
     import transformers
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
     # a lazy mapping, whose get() finds only what was loaded before
     kind = CONFIG_MAPPING[family.trunk_type] if family.trunk_type in CONFIG_MAPPING else None  # noqa: SIM401
-    if kind is None or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    # of some models of text and images it has the text model, and no such model with a head
+    within = kind is not None and kind.base_config_key == "text_config" and kind in MODEL_MAPPING
+    if kind is None or not (within or kind in MODEL_FOR_CAUSAL_LM_MAPPING):
         have = f"transformers {transformers.__version__} has no language model of type {family.trunk_type!r}"
         raise UnsupportedError(f"could not judge: {have}, so {family.name} cannot be run")
     common = PreTrainedConfig.__dataclass_fields__

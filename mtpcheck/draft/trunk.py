@@ -55,12 +55,11 @@ class Trunk:
         model = weights.tensor_map.model
         self._family = load_family(model.family)
         self._rows = {row.name: row for row in model.rows}
-        self._causal = _on_meta(self._family, config)
-        self._decoder = self._causal.get_decoder()
+        self._decoder = _on_meta(self._family, config)
         layers = self._decoder.layers
         self._twins = [twin(model, i) for i in range(model.facts["mtp_stored"])]
         self._blocks = [_like(layers, of_twin) for of_twin in self._twins]
-        names = {module: name for name, module in self._causal.named_modules()}
+        names = {module: f"model.{name}" for name, module in self._decoder.named_modules()}
         for k in {of_twin.attention for of_twin in self._twins}:
             layers[k].register_forward_pre_hook(self._note_call(k), with_kwargs=True)
         for module in (*layers, self._decoder.norm):
@@ -272,13 +271,13 @@ def _shapes(module: nn.Module, deep: bool = True) -> Iterator[tuple[str, torch.S
 
 
 def _on_meta(family: Family, config: Mapping[str, Any]) -> Any:
-    """transformers' model without weights. Tables that no file holds (rotary frequencies) are real."""
-    from transformers import AutoModelForCausalLM
+    """transformers' decoder without weights. Tables that no file holds (rotary frequencies) are real."""
+    from transformers import AutoModel
 
     known = model_config(family, config)
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: Any = AutoModel.from_config(  # type: ignore[no-untyped-call]
                 known, dtype=torch.float32, attn_implementation="eager"
             )
         model.config._experts_implementation = "eager"
