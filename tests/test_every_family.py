@@ -11,14 +11,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mtpcheck.accept import accept
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
+from mtpcheck.dialect import load_dialect
 from mtpcheck.draft.run import Engine, run
-from mtpcheck.errors import FamilyError, FormatError, MtpcheckError, UnsupportedError
-from mtpcheck.facts import facts_from_config
+from mtpcheck.errors import CheckpointFails, FamilyError, FormatError, MtpcheckError, UnsupportedError
+from mtpcheck.facts import facts_from_args, facts_from_config
 from mtpcheck.family import family_names, family_of_config, load_family, not_yet
 from mtpcheck.listing import listed, markdown
 from mtpcheck.megatron import Options
@@ -175,6 +178,13 @@ def test_the_mtp_layer_of_glm_ocr_has_the_size_that_is_stored() -> None:
     assert (sizes["mtp"], sizes["mtp"] + sizes["copies"]) == (35_400_192, 217_852_416)
 
 
+def test_minimax_m3_has_what_the_hub_counts() -> None:
+    """427,040,140,160 elements, of which 865,567,232 belong to what sees images, by the shapes in the headers. The card
+    says "~428B", which no way of counting gives."""
+    sizes, _ = elements("MiniMax-M3")
+    assert (sum(sizes[group] for group in STORED), sizes["mtp"]) == (427_040_140_160 - 865_567_232, 0)
+
+
 @lru_cache
 def elements(name: str) -> tuple[dict[str, int], int]:
     """Elements of a released model by what they are, and the number of its tensors, by its family file alone."""
@@ -245,6 +255,51 @@ def test_steps_are_not_layers(tmp_path: Path) -> None:
     assert (opened.args["mtp_num_layers"], opened.args["mtp_use_repeated_layer"]) == (3, True)
     facts = read_tensor_map(opened).facts
     assert (facts["mtp_layers"], facts["mtp_stored"], facts["mtp_steps"]) == (1, 1, 3)
+
+
+def test_a_decoder_within_a_model_of_images_is_run_as_that_runs_it() -> None:
+    """transformers has GLM-OCR's text model with a head only there."""
+    from transformers import AutoModelForImageTextToText
+
+    folder = FIXTURES / "glm_ocr"
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        expected = whole(torch.tensor([IDS])).logits[0]
+    checkpoint = open_checkpoint(folder)
+    (passage,) = run(Engine(checkpoint, read_tensor_map(checkpoint)), [IDS], keep_logits=True).passages
+    assert np.array_equal(passage.logits[0], expected.numpy())
+
+
+def test_norms_after_attention_and_mlp_come_back_without_the_form_of_a_source(tmp_path: Path) -> None:
+    convert(FIXTURES / "glm_ocr", tmp_path / "megatron", options=Options(text_only=True))
+    shutil.rmtree(tmp_path / "megatron" / "release" / "mtpcheck")
+    convert(tmp_path / "megatron", tmp_path / "hf")  # no other family fits
+    own, made = (read_tensor_map(open_checkpoint(folder)) for folder in (FIXTURES / "glm_ocr", tmp_path / "hf"))
+    assert made.family == "glm_ocr"
+    assert {part for part in own.parts if not part.startswith("beside.")} - made.parts.keys() == {
+        "mtp.0.embed", "mtp.0.head",
+    }  # fmt: skip
+    assert all(ref.read() == own.parts[part].read() for part, ref in made.parts.items())
+
+
+def test_a_gate_with_a_clamp_is_told_to_megatron(tmp_path: Path) -> None:
+    convert(as_stored("minimax_m3", tmp_path), tmp_path / "megatron", options=Options(text_only=True))
+    args = open_checkpoint(tmp_path / "megatron").args
+    assert args is not None
+    said = [args[key] for key in ("swiglu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value")]
+    assert said == [False, True, 1.0, 7.0]
+    facts = facts_from_args(load_dialect().args, args)
+    fitting = [name for name in family_names() if load_family(name).all_fixed["quick_gate"] == facts["quick_gate"]]
+    assert (fitting, facts["gate_limit"]) == (["minimax_m3"], 7.0)
+
+
+def test_indexers_that_no_config_tells_are_not_lost(tmp_path: Path) -> None:
+    """Megatron has no word for which layers have one; without the form of a source they have no place."""
+    convert(as_stored("minimax_m3", tmp_path), tmp_path / "megatron", options=Options(text_only=True))
+    shutil.rmtree(tmp_path / "megatron" / "release" / "mtpcheck")
+    with pytest.raises(CheckpointFails, match=r"index_q_proj.*no place for it and 3 more; nothing was written"):
+        convert(tmp_path / "megatron", tmp_path / "hf", family="minimax_m3")
 
 
 @pytest.mark.parametrize("model_type", list(not_yet()))

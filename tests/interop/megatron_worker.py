@@ -69,7 +69,7 @@ def transformer_config(args: Any, spec: str, **parallel: Any) -> Any:
     """Megatron-LM's `core_transformer_config_from_args` for the settings that say what model this is."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    assert args.swiglu
+    assert args.swiglu or args.quick_geglu
     settings: dict[str, Any] = {
         "num_layers": args.num_layers,
         "mtp_num_layers": args.mtp_num_layers,
@@ -295,15 +295,17 @@ def logits(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         embedded, rotary, *_ = model._preprocess(input_ids=ids, position_ids=positions)
         hidden = model.decoder(hidden_states=embedded, attention_mask=future, rotary_pos_emb=rotary)
         head = model.shared_embedding_or_output_weight() if tied else None
-        chained = model.mtp(
-            input_ids=ids,
-            position_ids=positions,
-            hidden_states=hidden,
-            attention_mask=future,
-            rotary_pos_emb=rotary,
-            embedding=model.embedding,
-        )
-        depths = torch.chunk(chained, 1 + model.config.mtp_num_layers)
+        chained = hidden
+        if model.config.mtp_num_layers:
+            chained = model.mtp(
+                input_ids=ids,
+                position_ids=positions,
+                hidden_states=hidden,
+                attention_mask=future,
+                rotary_pos_emb=rotary,
+                embedding=model.embedding,
+            )
+        depths = torch.chunk(chained, 1 + (model.config.mtp_num_layers or 0))
         scored = [model.output_layer(depth, weight=head)[0].transpose(0, 1).contiguous() for depth in depths]
     return {"logits": scored[0]} | {f"mtp{i}": own for i, own in enumerate(scored[1:])}
 
