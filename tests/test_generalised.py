@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from tests.coded import index_again
 from tests.conftest import FIXTURES, write_shard
 from tests.mutants import hf
+from tests.mutants.anatomy import STORED
 from tests.mutants.damage import Draw, Tensors, damage_hf, damage_megatron
-from tests.mutants.originals import FIXTURE_NAMES, Originals
+from tests.mutants.originals import Originals
 from tests.mutants.run import call
 
 EXAMPLES = 300 if os.environ.get("MTPCHECK_ALL") else 40
@@ -51,7 +52,7 @@ def empty_folder() -> Iterator[Path]:
 @generalised
 @given(data=st.data())
 def test_no_damage_is_missed(data: Draw, originals: Originals) -> None:
-    name, side = data.draw(st.sampled_from(FIXTURE_NAMES)), data.draw(st.sampled_from(["", "torch_dist"]))
+    name, side = data.draw(st.sampled_from(STORED)), data.draw(st.sampled_from(["", "torch_dist"]))
     with empty_folder() as folder:
         edit = damage_megatron if side else damage_hf
         mutant = originals.mutant(name, side, lambda made: edit(data, made), folder / "mutant")
@@ -151,7 +152,7 @@ def flags(data: Draw, name: str) -> list[object]:
 @generalised
 @given(data=st.data())
 def test_no_legal_rewrite_is_flagged(data: Draw) -> None:
-    name = data.draw(st.sampled_from(FIXTURE_NAMES))
+    name = data.draw(st.sampled_from(STORED))
     with empty_folder() as folder:
         rewritten = Path(shutil.copytree(FIXTURES / name, folder / "hf"))
         for rewrite in data.draw(st.lists(st.sampled_from(REWRITES), min_size=1, max_size=3, unique=True)):

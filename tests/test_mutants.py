@@ -100,7 +100,7 @@ def test_no_entry_is_there_twice_and_every_mutant_is_judged() -> None:
 
 def test_mutators_know_nothing_of_what_judges_them() -> None:
     for path in Path(inspect.getfile(catalogue)).parent.glob("*.py"):
-        for module in re.findall(r"(?:from|import) (mtpcheck\S*)", path.read_text()):
+        for module in re.findall(r"(?m)^\s*(?:from|import) (mtpcheck\S*)", path.read_text()):
             assert path.name == "run.py" and module == "mtpcheck.cli", f"{path.name} imports {module}"
 
 

@@ -14,7 +14,7 @@ from math import prod
 from mtpcheck.diagnosis.case import Case, Cause, Told
 from mtpcheck.diagnosis.same import same, samples
 from mtpcheck.plan import Plan, concat
-from mtpcheck.rows import PartShape, Row, factored
+from mtpcheck.rows import PartShape, Row
 
 Pairs = list[tuple[Plan, Plan]]
 Theories = Iterator[tuple[Cause, Pairs]]
@@ -33,7 +33,8 @@ class Unit:
 
 
 def units(case: Case, key: str) -> Iterator[Unit]:
-    """The matrices that a piece lies in: its own, HF's, Megatron's. Only what both sides have whole."""
+    """The matrices that a piece lies in: its own, that of the candidate's layout, that of the other.
+    Only what both sides have whole."""
     if not case.comparable(key) or case.before[key].packed_shape is not None:
         return
     if key not in case.model.shapes:
@@ -41,11 +42,13 @@ def units(case: Case, key: str) -> Iterator[Unit]:
         if len(before.shape) in (1, 2):
             yield Unit((key,), {}, _matrix(before), _matrix(after), {})
         return
-    seen: set[tuple[str, ...]] = set()
-    for row in [Row("", (key,)), *(_group(table[key], key) for table in case.spellings if key in table)]:
+    tables = case.spellings if case.b.checkpoint.layout == "hf" else case.spellings[::-1]
+    seen: set[tuple[tuple[str, ...], int, bool]] = set()
+    for row in [Row("", (key,)), *(_group(table[key], key) for table in tables if key in table)]:
         parts = row.parts
-        if parts not in seen and all(map(case.comparable, parts)) and len({case.before[p].dtype for p in parts}) == 1:
-            seen.add(parts)
+        joined = (parts, row.axis, row.chained)
+        if joined not in seen and all(map(case.comparable, parts)) and len({case.before[p].dtype for p in parts}) == 1:
+            seen.add(joined)
             yield _unit(case, row)
 
 
@@ -94,31 +97,60 @@ def gate_up(unit: Unit, facts: Mapping[str, int]) -> Theories:
             yield Cause("gate-up-interleaved", told), [(joined, unit.after.reshape(joined.shape))]
 
 
-_QKV = ("queries", "keys", "values")
+_KINDS = {"q": "queries", "g": "gates", "k": "keys", "v": "values", "z": "gates"}
+_MOST = 4  # kinds of rows in one tensor that are tried in every order; more have too many
+
+Kinds = list[tuple[str, tuple[Plan, Plan]]]
+"""What rows are, and both sides' plans of them: [groups, rows of a group, columns]."""
 
 
 def qkv(unit: Unit, facts: Mapping[str, int]) -> Theories:
-    """Queries, keys and values joined other than group by group."""
-    if len(unit.parts) != 3 or not unit.parts[0].split(".")[-1].startswith("q"):
+    """Queries, gates, keys and values joined other than group by group."""
+    for kinds, word in _kinds(unit, facts):
+        groups = kinds[0][1][0].shape[0]
+        for ranks in (n for n in range(1, groups + 1) if groups % n == 0):
+            each = {1: f"all {word}s", groups: f"each {word}"}.get(ranks, f"each of {ranks} runs of {word}s")
+            natural = tuple(range(len(kinds)))
+            for order in permutations(natural) if len(kinds) <= _MOST else (natural,):
+                names = ", ".join(kinds[i][0] for i in order)
+                for side, what in ((0, "joined"), (1, "taken to be joined")):
+                    other = _segments([kinds[i][1][side] for i in order], ranks)
+                    pair = (other, unit.after) if side == 0 else (unit.before, other)
+                    yield Cause("qkv-regrouped", f"rows are {what} as {names} of {each}"), [pair]
+
+
+def _kinds(unit: Unit, facts: Mapping[str, int]) -> Iterator[tuple[Kinds, str]]:
+    """The ways to tell the rows of a matrix apart by what they are, and what a group of them is called."""
+    words = [part.split(".")[-1] for part in unit.parts]
+    if words == ["kv_b"]:
+        at = facts["nope_dim"]
+        both = [_grouped(plan, 2) for plan in unit.own[unit.parts[0]]]
+        keys, values = ([plan.slice(1, i, j or plan.shape[1]) for plan in both] for i, j in ((0, at), (at, 0)))
+        yield [("keys", (keys[0], keys[1])), ("values", (values[0], values[1]))], "head"
+    if len(words) < 2 or not words[0].startswith("q"):
         return
-    groups = factored(unit.shapes[unit.parts[0]])[0]
-    for ranks in (n for n in range(1, groups + 1) if groups % n == 0):
-        for order in permutations(range(3)):
-            if ranks == groups and order == (0, 1, 2):
-                continue
-            names = ", ".join(_QKV[i] for i in order)
-            each = {1: "all groups", groups: "each group"}.get(ranks, f"each of {ranks} runs of groups")
-            for side, what in ((0, "joined"), (1, "taken to be joined")):
-                other = _segments([unit.own[part][side] for part in unit.parts], ranks, order)
-                pair = (other, unit.after) if side == 0 else (unit.before, other)
-                yield Cause("qkv-regrouped", f"rows are {what} as {names} of {each}"), [pair]
+    factors = len(unit.shapes[unit.parts[0]][0])
+    own = [unit.own[part] for part in unit.parts]
+    named = [_KINDS.get(word[0], word) for word in words]
+    kinds: Kinds = [
+        (name, (_grouped(a, factors), _grouped(b, factors))) for name, (a, b) in zip(named, own, strict=True)
+    ]
+    yield kinds, "group"
+    if words[1] == "gate" and len(words) > 2:
+        a, b = (_grouped(concat(pair, 2), factors) for pair in zip(*own[:2], strict=True))
+        yield [("queries and gates head by head", (a, b)), *kinds[2:]], "group"
 
 
-def _segments(parts: Sequence[Plan], ranks: int, order: Sequence[int]) -> Plan:
-    """Rows of parts [groups, heads, dim, ...]: of every run of groups all rows of each part, in this order."""
-    step = parts[0].shape[0] // ranks
-    cut = [parts[i].slice(0, r * step, (r + 1) * step) for r in range(ranks) for i in order]
-    return concat([plan.reshape((prod(plan.shape[:3]), prod(plan.shape[3:]))) for plan in cut], 0)
+def _grouped(plan: Plan, factors: int) -> Plan:
+    """A part whose first axis has so many factors, as [groups, rows of a group, columns]."""
+    return plan.reshape((plan.shape[0], prod(plan.shape[1:factors]), prod(plan.shape[factors:])))
+
+
+def _segments(kinds: Sequence[Plan], ranks: int) -> Plan:
+    """Of every run of groups all rows of each kind."""
+    step = kinds[0].shape[0] // ranks
+    cut = [plan.slice(0, r * step, (r + 1) * step) for r in range(ranks) for plan in kinds]
+    return concat([plan.reshape((plan.shape[0] * plan.shape[1], plan.shape[2])) for plan in cut], 0)
 
 
 def heads(unit: Unit, facts: Mapping[str, int]) -> Theories:

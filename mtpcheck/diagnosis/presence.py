@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtpcheck.diagnosis.case import Case, Cause
 from mtpcheck.diagnosis.joined import Explained
 from mtpcheck.diagnosis.same import same, samples
-from mtpcheck.diagnosis.words import component, numbers, size
+from mtpcheck.diagnosis.words import component, numbers, size, split_layer
 from mtpcheck.report.finding import Finding
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorRef
@@ -174,7 +174,10 @@ def _components(case: Case, gone: Mapping[str, _Gone], rows: Mapping[str, Row]) 
     return causes
 
 
-def _stems(part: str) -> Iterable[str]:
-    """``mtp``, ``mtp.0``, ``mtp.0.mlp`` … down to the part itself; of what is in no layer the part alone."""
-    words = part.split(".")
-    return (".".join(words[: i + 1]) for i in range(len(words)))
+def _stems(part: str) -> Iterator[str]:
+    """``mtp``, ``mtp.0``, ``mtp.0.mlp`` … down to the part itself, and ``*.mlp`` … for that of every layer; of what is
+    in no layer the part alone."""
+    layer, rest = split_layer(part)
+    for path in (part, f"*.{rest}") if layer and rest else (part,):
+        words = path.split(".")
+        yield from (".".join(words[: i + 1]) for i in range(path[0] == "*", len(words)))

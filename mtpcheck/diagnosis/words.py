@@ -16,7 +16,9 @@ def split_layer(key: str) -> tuple[str, str]:
 
 
 def component(stem: str) -> str:
-    """A part, a layer or what several parts have in common, in words: ``mtp.0.mlp.experts`` …"""
+    """A part, a layer or what several parts have in common, in words: ``mtp.0.mlp.experts``, ``*.attn.sink`` …"""
+    if stem.startswith("*."):
+        return f"{stem[2:]} of every layer that has it"
     if stem in ("mtp", "layers"):
         return "all MTP layers" if stem == "mtp" else "all decoder layers"
     layer, rest = split_layer(stem)

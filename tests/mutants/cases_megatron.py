@@ -118,7 +118,7 @@ VALUES = [
         r"decoder\.layers\.(?!.*_extra_state)", v.reordered(0, 2, 1)), ("mimo",), ("values.bits layers-exchanged",),
         made=DIST, blind=True),
     Case("X23", "queries, keys and values are joined one after the other", m.values(
-        _in_block("self_attention.linear_qkv.weight"), v.regrouped(4, 2, 16)), DENSE_AND_MOE,
+        _in_block("self_attention.linear_qkv.weight"), v.regrouped(4, 32, 16, 16)), DENSE_AND_MOE,
         ("values.bits qkv-regrouped",), made=DIST, blind=True),
     Case("X24", "the final norm is lost, and the MTP layer's stands in its place", m.take(
         "decoder.final_layernorm.weight", "mtp.layers.0.final_layernorm.weight"), DENSE_AND_MOE,

@@ -15,23 +15,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.coded import index_again
+from tests.mutants import anatomy
 from tests.mutants.case import Edit
 from tests.mutants.values import Change, fresh
 
 Tensors = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"
-_BY_NAME = {"mimo": ("model.mtp_layers.", "model.mtp_layers.0")}
 
 
 def _spelled(folder: Path, text: str, pattern: bool = True) -> str:
     """``text`` with this folder's own spelling of its MTP layers."""
-    config = json.loads((folder / "config.json").read_text())
-    by_index = f"model.layers.{config.get('num_hidden_layers')}"
-    head, layer = _BY_NAME.get(config["model_type"], ("mtp.", "mtp.layers.0"))
-    if config["model_type"].startswith(("glm", "deepseek")):
-        head, layer = by_index + ".", by_index
-    quoted = re.escape if pattern else str
-    return text.replace("{mtp}", quoted(head)).replace("{layer}", quoted(layer))
+    if "{" not in text:
+        return text
+    own = anatomy.of(folder)
+    layer = own.layers[0] if own.layers else ""
+    return text.replace("{mtp}", f"(?:{own.begins})").replace("{layer}", re.escape(layer) if pattern else layer)
 
 
 # ---- tensors
@@ -148,6 +146,19 @@ def add(name: str, like: str, change: Change = lambda tensor: tensor) -> Edit:
     return edited
 
 
+def again(pattern: str, other: str, change: Change) -> Edit:
+    """Tensors whose names match also stand under the names of the replacement, changed."""
+
+    def edited(folder: Path) -> None:
+        def new(tensors: Tensors) -> None:
+            names = _pairs(folder, tensors, pattern, other)
+            tensors.update({name: change(tensors[source]) for source, name in names.items()})
+
+        edit(folder, new)
+
+    return edited
+
+
 def experts(number_of: Callable[[int], int]) -> Edit:
     """Expert e of the MTP layer holds what expert ``number_of(e)`` held."""
 
@@ -243,7 +254,23 @@ def one_shard(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def many_shards(folder: Path) -> None:
+    """A shard for every tensor."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for number, (name, tensor) in enumerate(load_file(path).items()):
+            save_file({name: tensor}, folder / f"{path.stem}-{number}.safetensors")
+        path.unlink()
+    index_again(folder)
+
+
 # ---- config
+
+
+def config_spelled_otherwise(folder: Path) -> None:
+    """Keys in another order, other white space, escapes instead of letters."""
+    path = folder / "config.json"
+    items = sorted(json.loads(path.read_text()).items(), reverse=True)
+    path.write_text(json.dumps(dict(items), indent="\t", ensure_ascii=True) + "\n\n")
 
 
 def config(change: Callable[[dict[str, Any]], object]) -> Edit:
@@ -255,12 +282,14 @@ def config(change: Callable[[dict[str, Any]], object]) -> Edit:
     return edited
 
 
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-
-
 def count(change: Callable[[dict[str, Any], str], object]) -> Edit:
-    """Change the config by way of the key that declares its MTP layers."""
-    return config(lambda table: change(table, next(key for key in COUNTS if key in table)))
+    """Change the config, or that of its text model, by way of the key that declares its MTP layers."""
+
+    def changed(table: dict[str, Any]) -> None:
+        own = table.get("text_config", table)
+        change(own, next(key for key in anatomy.COUNTS if key in own))
+
+    return config(changed)
 
 
 def both(*edits: Edit) -> Edit:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.mutants.anatomy import STORED
 from tests.mutants.case import Case
-from tests.mutants.originals import FIXTURE_NAMES, Originals
+from tests.mutants.originals import Originals
 
 Call = Callable[..., tuple[int, str, str]]
 """Runs mtpcheck with arguments; exit code, stdout, stderr."""
@@ -38,7 +39,7 @@ def judge(case: Case, name: str, originals: Originals, at: Path, call: Call) -> 
         places["some=TEXT"] = f"some={originals.text()}"
     if "megatron" in case.command:
         places["megatron"] = originals.megatron(name)
-    places |= {word: originals.hf(word) for word in case.command.split() if word in FIXTURE_NAMES}
+    places |= {word: originals.hf(word) for word in case.command.split() if word in STORED}
     words = [places.get(word, word) for word in case.command.split()]
     code, out, err = call(*words, *["--json"] * (words[0] != "convert"))
     document: dict[str, Any] = json.loads(out) if out.startswith("{") else {"error": err.strip().rpartition("\n")[2]}

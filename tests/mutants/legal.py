@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
-
-from safetensors.torch import load_file, save_file
 
 from tests.mutants import hf, megatron
 from tests.mutants import values as v
+from tests.mutants.anatomy import STORED
 from tests.mutants.case import Case, legal
-from tests.mutants.originals import FIXTURE_NAMES, FP8
+from tests.mutants.originals import FP8
 
-ALL = tuple(FIXTURE_NAMES)
+ALL = STORED
 ROUNDTRIP, SAME = "roundtrip MUTANT --no-acceptance", "verify MUTANT MUTANT"
 COPIES = r"{layer}\.(embed_tokens|shared_head\.head)"
-
-
-def _many_shards(folder: Path) -> None:
-    """A shard for every tensor."""
-    for path in sorted(folder.glob("*.safetensors")):
-        for number, (name, tensor) in enumerate(load_file(path).items()):
-            save_file({name: tensor}, folder / f"{path.stem}-{number}.safetensors")
-        path.unlink()
-    hf.index_again(folder)
-
-
-def _config_spelled_otherwise(folder: Path) -> None:
-    """Keys in another order, other white space, escapes instead of letters."""
-    path = folder / "config.json"
-    items = sorted(json.loads(path.read_text()).items(), reverse=True)
-    path.write_text(json.dumps(dict(items), indent="\t", ensure_ascii=True) + "\n\n")
 
 
 def _other_dtype_key(table: dict[str, Any]) -> None:
@@ -43,9 +24,9 @@ def _rope_parameters(table: dict[str, Any]) -> None:
 
 
 FILES = [
-    legal("L01", "another shard for every tensor", _many_shards, ("glm4_moe", "qwen3_mtp")),
+    legal("L01", "another shard for every tensor", hf.many_shards, ("glm4_moe", "qwen3_mtp")),
     legal("M44", "one shard and no index", hf.one_shard, ("glm4_moe", "qwen3_mtp", "glm4_moe_nocopies")),
-    legal("L02", "config keys in another order, other white space", _config_spelled_otherwise, ALL),
+    legal("L02", "config keys in another order, other white space", hf.config_spelled_otherwise, ALL),
     legal("L03", "dtype for torch_dtype", hf.config(_other_dtype_key), ("qwen2_mtp", "glm4_moe")),
     legal("L04", "rope_parameters for rope_theta", hf.config(_rope_parameters), ("qwen2_mtp", "llama_mtp")),
     legal("L05", "another version of transformers wrote the config",

@@ -11,23 +11,11 @@ from tests import coded, packed, wide
 from tests.conftest import FIXTURES
 from tests.mutants import hf
 from tests.mutants.case import Edit
-from tests.mutants.values import fresh
+from tests.mutants.values import fresh, permuted
 
-FIXTURE_NAMES = [
-    "deepseek_v3",
-    "deepseek_v3_noq",
-    "glm4_moe",
-    "glm4_moe_nocopies",
-    "glm_moe_dsa",
-    "kimi_k2",
-    "llama_mtp",
-    "mimo",
-    "qwen2_mtp",
-    "qwen3_mtp",
-]
-"""Those whose MTP layer the mutators know by its names; each lies in one list of layers."""
 LAYER_TYPES = ["full_attention"] * 3  # of qwen3_mtp: two decoder layers and the MTP layer
 FP8 = "deepseek_v3 in FP8"
+ERNIE = "ernie4_5_moe with two MTP layers"
 
 
 def _of(fixture: str, edit: Edit) -> Callable[[Path], object]:
@@ -78,6 +66,9 @@ MADE: Mapping[str, Callable[[Path], object]] = {
     "qwen3_mtp with layer_types": _of("qwen3_mtp", hf.config(lambda table: table.update(layer_types=LAYER_TYPES))),
     "glm4_moe with mlp_layer_types": _of("glm4_moe", hf.config(
         lambda table: table.update(mlp_layer_types=["dense", "sparse", "sparse", "sparse"]))),
+    ERNIE: _of("ernie4_5_moe", hf.both(
+        hf.again(r"(model\.mtp_\w+)\.0\.", r"\1.1.", permuted(0)),
+        hf.count(lambda table, key: table.update({key: 2})))),
     "12 layers, 2 MTP": wide.make,
     FP8: lambda folder: coded.make(folder, "fp32", finite=True),
     "deepseek_v3 in FP8, scales of any value": lambda folder: coded.make(folder, "fp32"),
@@ -118,7 +109,9 @@ class Originals:
         path = self.folder / flags.replace(" ", "_").replace("|", "I") / name.replace(" ", "_")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            code = self.call("convert", self.hf(name), path, "--quiet", "--to", *flags.split())
+            source = self.hf(name)
+            images = "text_config" in (source / "config.json").read_text()
+            code = self.call("convert", source, path, "--quiet", "--to", *flags.split(), *["--text-only"] * images)
             assert code == 0, f"convert {name} --to {flags}: exit {code}"
         return path
 

@@ -106,13 +106,33 @@ def interleaved(block: int) -> Change:
     return changed
 
 
-def regrouped(groups: int, queries: int, width: int) -> Change:
-    """A fused QKV of ``groups`` groups, with ``queries`` heads each, becomes all queries, all keys, all values."""
+def regrouped(groups: int, *rows: int) -> Change:
+    """Of ``groups`` groups, with so many ``rows`` of each kind: all of the first kind, then all of the next."""
 
     def changed(tensor: Tensor) -> Tensor:
-        grouped = tensor.reshape(groups, queries + 2, width, *tensor.shape[1:])
-        parts = grouped[:, :queries], grouped[:, queries], grouped[:, queries + 1]
-        return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+        kinds = tensor.reshape(groups, sum(rows), *tensor.shape[1:]).split(rows, 1)
+        return torch.cat([kind.reshape(-1, *tensor.shape[1:]) for kind in kinds])
+
+    return changed
+
+
+def by_group(groups: int, *rows: int) -> Change:
+    """The other way: where all of each kind stood together, group by group."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        kinds = tensor.split([groups * own for own in rows])
+        return torch.cat([kind.reshape(groups, -1, *tensor.shape[1:]) for kind in kinds], 1).reshape(tensor.shape)
+
+    return changed
+
+
+def in_turns(groups: int, rows: int, block: int) -> Change:
+    """Of each group two kinds of so many ``rows``, with others after them, stand in blocks of the one and the other."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        grouped = tensor.reshape(groups, -1, *tensor.shape[1:])
+        both = grouped[:, : 2 * rows].reshape(groups, 2, rows // block, block, -1).transpose(1, 2)
+        return torch.cat([both.reshape(groups, 2 * rows, -1), grouped[:, 2 * rows :]], 1).reshape(tensor.shape)
 
     return changed
 
