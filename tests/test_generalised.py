@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tests.coded import index_again
 from tests.conftest import FIXTURES, write_shard
 from tests.mutants import hf
-from tests.mutants.anatomy import STORED
+from tests.mutants.anatomy import STORED, anatomy
 from tests.mutants.damage import Draw, Tensors, damage_hf, damage_megatron
 from tests.mutants.originals import Originals
 from tests.mutants.run import call
@@ -67,10 +67,10 @@ def test_no_damage_is_missed(data: Draw, originals: Originals) -> None:
 def shards_anew(data: Draw, folder: Path) -> None:
     """Any shards, any order of tensors and index, other metadata, padded headers; the MTP layer may lie apart."""
     tensors = {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
     names = data.draw(st.permutations(sorted(tensors)))
     apart = set(hf.matching(folder, tensors, "{mtp}")) if data.draw(st.booleans()) else set()
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
     number = data.draw(st.integers(1, 5))
     files: dict[str, list[str]] = {}
     for name in names:
@@ -135,10 +135,11 @@ REWRITES = (shards_anew, config_spelled, other_keys)
 
 def flags(data: Draw, name: str) -> list[object]:
     """Any form of Megatron that the fixture fits."""
-    moe = name.startswith(("glm", "deepseek"))
+    moe = anatomy(name).moe
     chosen: list[object] = ["--vocab-multiple", data.draw(st.sampled_from([1, 8, 128, 500]))]
     chosen += ["--spec", data.draw(st.sampled_from(["te", "local"]))]
     chosen += ["--mcore", data.draw(st.sampled_from(["0.16", "0.19"]))]
+    chosen += ["--text-only"] * anatomy(name).images
     if data.draw(st.booleans()):
         return ["--to", "torch_dist", *chosen]
     tp, pp, ep = (data.draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2]))

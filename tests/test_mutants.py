@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from mtpcheck.report.report import cause_table, check_table
 from tests.conftest import Outcome, digest
 from tests.mutants import catalogue, run
+from tests.mutants.anatomy import FOLDERS, STORED
 from tests.mutants.case import Case
 from tests.mutants.cases_megatron import VALUES
-from tests.mutants.catalogue import LEFT, LEGAL, MUTANTS, PAIRS, applied
+from tests.mutants.catalogue import FAMILIES, LEFT, LEGAL, MUTANTS, PAIRS, applied, in_every_fixture
 from tests.mutants.judge import Call, judge
 from tests.mutants.originals import Originals
 
 Cli = Callable[..., Outcome]
-BLIND = [(case, name) for case, name in applied(VALUES) if case.blind and case.made == "torch_dist"]
+ALL = bool(os.environ.get("MTPCHECK_ALL"))
+BLIND = [
+    (case, name) for case, name in applied([*VALUES, *FAMILIES * ALL]) if case.blind and case.made.startswith("torch")
+]
 
 
 def ids(cases: list[tuple[Case, str]]) -> list[str]:
     return [f"{case.id} {name}" for case, name in cases]
+
+
+def grouped(cases: list[tuple[Case, str]]) -> list[ParameterSet]:
+    """Those of one fixture in one process, which converts it once."""
+    marks = [pytest.mark.xdist_group(f"mutants of {name}") for _, name in cases]
+    return [pytest.param(*case, id=id, marks=mark) for case, id, mark in zip(cases, ids(cases), marks, strict=True)]
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +69,13 @@ def test_of_two_faults_both_are_told(case: Case, name: str, originals: Originals
     check(case, name, originals, tmp_path / "mutant", call)
 
 
+@pytest.mark.parametrize(("case", "name"), grouped(applied(FAMILIES)))
+def test_in_every_family(case: Case, name: str, originals: Originals, tmp_path: Path, call: Call) -> None:
+    check(case, name, originals, tmp_path / "mutant", call)
+    original = originals.megatron(name, case.made) if case.made else originals.hf(name)
+    assert case.exit != 1 or digest(tmp_path / "mutant") != digest(original), "it differs"
+
+
 @pytest.mark.parametrize(("case", "name"), applied(LEGAL), ids=ids(applied(LEGAL)))
 def test_what_is_legal_passes(case: Case, name: str, originals: Originals, tmp_path: Path, call: Call) -> None:
     check(case, name, originals, tmp_path / "variant", call)
@@ -77,7 +96,7 @@ def test_a_byte_round_trip_is_blind_to_these(
 
 def test_every_expectation_is_a_check_and_a_cause_that_exist() -> None:
     checks = {f"{group}.{name}" for group, table in check_table().items() for name in table["ids"]}
-    for case in [*MUTANTS, *PAIRS]:
+    for case in [*MUTANTS, *PAIRS, *FAMILIES]:
         for expected in case.expects:
             names, _, causes = expected.partition(" ")
             assert set(names.split("|")) <= checks, expected
@@ -90,8 +109,9 @@ def test_every_cause_has_a_mutant() -> None:
 
 
 def test_no_entry_is_there_twice_and_every_mutant_is_judged() -> None:
-    names = [entry.id for entry in [*MUTANTS, *LEGAL, *LEFT, *PAIRS]]
+    names = [*(entry.id for entry in [*MUTANTS, *LEGAL, *LEFT, *PAIRS]), *dict.fromkeys(c.id for c in FAMILIES)]
     assert len(set(names)) == len(names)
+    assert len({(case.id, name) for case, name in applied(FAMILIES)}) == len(FAMILIES)
     assert all(case.expects or case.exit == 2 for case in MUTANTS)
     assert all(case.exit == 0 and not case.expects for case in LEGAL)
     assert {case.made for case in MUTANTS if case.blind} >= {"torch_dist"} and len(PAIRS) >= 10
@@ -111,4 +131,16 @@ def test_the_page_shows_the_catalogue() -> None:
         _, _, rest = text.partition(run.BEGIN.format(name))
         table, _, _ = rest.partition(run.END.format(name))
         shown = [line.split("|")[1].strip().removesuffix(" ◦") for line in table.splitlines()[3:] if "|" in line]
-        assert shown == [case.id for case in cases]
+        assert shown == list(dict.fromkeys(case.id for case in cases))
+    _, _, rest = text.partition(run.BEGIN.format("matrix"))
+    matrix, _, _ = rest.partition(run.END.format("matrix"))
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in matrix.splitlines() if "|" in line]
+    marks = {(name, id) for name, *own in rows for id, mark in zip(head[1:], own, strict=True) if mark == "✓"}
+    assert marks == {(name, case.id) for case, name in in_every_fixture()}
+
+
+def test_every_fixture_is_in_the_sample() -> None:
+    """Whatever a family calls its parts: none slips through for want of a name that the sample knows."""
+    applicable = {name: {case.id for case, on in applied(FAMILIES) if on == name} for name in FOLDERS}
+    assert all(len(own) >= 12 for name, own in applicable.items() if name in STORED), applicable
+    assert all(own == {"F50"} for name, own in applicable.items() if name not in STORED), applicable

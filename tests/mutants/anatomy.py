@@ -81,6 +81,16 @@ class Anatomy:
         return len({re.split(r"\.experts\.(\d+)\.", name)[1] for name in self.first(r".*\.experts\.\d+\.")})
 
     @property
+    def moe(self) -> bool:
+        """Whether any layer has experts."""
+        return any(".experts." in name for name in self.shapes)
+
+    @property
+    def images(self) -> bool:
+        """Whether it also holds what belongs to no text model."""
+        return any(".visual." in name for name in self.shapes)
+
+    @property
     def fp32(self) -> list[str]:
         return [name for name, dtype in self.dtypes.items() if dtype == FP32]
 

@@ -1,11 +1,14 @@
-"""All mutants, with what has to be said of each; what is legal; pairs of faults; what cannot be applied, and why."""
+"""All mutants, with what has to be said of each; what is legal; pairs of faults; a sample over every fixture; what
+cannot be applied, and why."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tests.mutants import cases_files, cases_megatron, cases_quantized, cases_source, cases_values, hf
+from tests.mutants.anatomy import STORED
 from tests.mutants.case import Case, Left
+from tests.mutants.families import CASES as FAMILIES
 from tests.mutants.legal import LEGAL
 
 MUTANTS: list[Case] = [
@@ -62,4 +65,10 @@ def applied(cases: list[Case]) -> list[tuple[Case, str]]:
     return [(case, name) for case in cases for name in case.on]
 
 
-__all__ = ["LEFT", "LEGAL", "MUTANTS", "PAIRS", "Case", "applied"]
+def in_every_fixture() -> list[tuple[Case, str]]:
+    """What is done, or legal, whatever the family: every case on every fixture that has a place for it."""
+    everywhere = [case for case in LEGAL if case.on == STORED]
+    return [(case, name) for case, name in applied([*FAMILIES, *everywhere]) if name in STORED]
+
+
+__all__ = ["FAMILIES", "LEFT", "LEGAL", "MUTANTS", "PAIRS", "Case", "applied", "in_every_fixture"]

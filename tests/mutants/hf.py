@@ -146,7 +146,7 @@ def add(name: str, like: str, change: Change = lambda tensor: tensor) -> Edit:
     return edited
 
 
-def again(pattern: str, other: str, change: Change) -> Edit:
+def again(pattern: str, other: str, change: Change = torch.clone) -> Edit:
     """Tensors whose names match also stand under the names of the replacement, changed."""
 
     def edited(folder: Path) -> None:
@@ -246,31 +246,7 @@ def stale(file: str) -> Edit:
     return edited
 
 
-def one_shard(folder: Path) -> None:
-    """All tensors in one file, and no index."""
-    tensors = {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def many_shards(folder: Path) -> None:
-    """A shard for every tensor."""
-    for path in sorted(folder.glob("*.safetensors")):
-        for number, (name, tensor) in enumerate(load_file(path).items()):
-            save_file({name: tensor}, folder / f"{path.stem}-{number}.safetensors")
-        path.unlink()
-    index_again(folder)
-
-
 # ---- config
-
-
-def config_spelled_otherwise(folder: Path) -> None:
-    """Keys in another order, other white space, escapes instead of letters."""
-    path = folder / "config.json"
-    items = sorted(json.loads(path.read_text()).items(), reverse=True)
-    path.write_text(json.dumps(dict(items), indent="\t", ensure_ascii=True) + "\n\n")
 
 
 def config(change: Callable[[dict[str, Any]], object]) -> Edit:

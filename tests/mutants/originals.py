@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import coded, packed, wide
 from tests.conftest import FIXTURES
-from tests.mutants import hf
+from tests.mutants import anatomy, hf
 from tests.mutants.case import Edit
 from tests.mutants.values import fresh, permuted
 
@@ -110,7 +110,7 @@ class Originals:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             source = self.hf(name)
-            images = "text_config" in (source / "config.json").read_text()
+            images = anatomy.of(source).images
             code = self.call("convert", source, path, "--quiet", "--to", *flags.split(), *["--text-only"] * images)
             assert code == 0, f"convert {name} --to {flags}: exit {code}"
         return path

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpcheck.cli import run as mtpcheck
+from tests.mutants.anatomy import STORED
 from tests.mutants.case import Case
-from tests.mutants.catalogue import LEFT, LEGAL, MUTANTS, PAIRS, applied
+from tests.mutants.catalogue import FAMILIES, LEFT, LEGAL, MUTANTS, PAIRS, applied, in_every_fixture
 from tests.mutants.judge import Judged, judge
 from tests.mutants.originals import Originals
 from tests.mutants.reports import reported
@@ -77,19 +78,30 @@ def score(done: Iterable[Line]) -> str:
 
 
 def table(cases: list[Case], done: list[Line]) -> str:
-    """A row for each case, with every original it was applied to."""
+    """A row for each entry, with every original it was applied to."""
     rows = ["| id | what is done | to | judged by | caught by | exit | met in |", "|---|---|---|---|---|---|---|"]
-    for case in cases:
+    for case in {case.id: case for case in cases}.values():
         own = [line for line in done if line.case.id == case.id]
+        to = [line.original for line in own]
         caught = "<br>".join(dict.fromkeys(_code(told) for line in own for told in line.judged.caught))
         missed = "<br>**missed**" if any(not line.judged.ok for line in own) else ""
         made = f"MUTANT ({case.made})" if case.made else "MUTANT"
+        where = ", ".join(to) if len(to) < 10 else f"{len(to)} fixtures"
         told = [
-            case.id + " ◦" * case.blind, case.what, ", ".join(case.on), _code(case.command.replace("MUTANT", made)),
+            case.id + " ◦" * case.blind, case.what, where, _code(case.command.replace("MUTANT", made)),
             caught + missed, str(case.exit), reported(case.id),
         ]  # fmt: skip
         rows.append(f"| {' | '.join(told)} |")
     return "\n".join(rows)
+
+
+def matrix(done: Iterable[Line]) -> str:
+    """A row for each fixture with MTP layers, a column for each entry of the sample and for what is legal for all."""
+    marks = {(line.original, line.case.id): "✓" if line.judged.ok else "✗" for line in done}
+    ids = list(dict.fromkeys(case.id for case, _ in in_every_fixture()))
+    rows = [["", *ids], ["---"] * (len(ids) + 1)]
+    rows += [[name, *(marks.get((name, id), "") for id in ids)] for name in STORED]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _code(text: str) -> str:
@@ -106,7 +118,11 @@ def write(done: dict[str, list[Line]]) -> None:
     text = PAGE.read_text()
     parts = {name: table(cases, done[name]) for name, cases in GROUPS.items()}
     parts["left out"] = left()
-    parts["score"] = f"Mutation score: {score([*done['mutants'], *done['pairs']])}. Legal: {score(done['legal'])}."
+    parts["matrix"] = matrix([*done["families"], *done["legal"]])
+    parts["score"] = (
+        f"Mutation score: {score([*done['mutants'], *done['pairs']])}. Legal: {score(done['legal'])}. "
+        f"Over every family: {score(done['families'])}."
+    )
     for name, part in parts.items():
         before, _, rest = text.partition(BEGIN.format(name))
         _, _, after = rest.partition(END.format(name))
@@ -114,7 +130,7 @@ def write(done: dict[str, list[Line]]) -> None:
     PAGE.write_text(text)
 
 
-GROUPS = {"mutants": MUTANTS, "pairs": PAIRS, "legal": LEGAL}
+GROUPS = {"mutants": MUTANTS, "pairs": PAIRS, "legal": LEGAL, "families": FAMILIES}
 
 
 def main() -> int:
@@ -131,9 +147,9 @@ def main() -> int:
             chosen = [case for case in cases if not wanted.ids or case.id in wanted.ids]
             done[group] = []
             for line in lines(chosen, Path(folder) / group):
-                show(line, heading=not done[group] or done[group][-1].case is not line.case)
+                show(line, heading=not done[group] or done[group][-1].case.id != line.case.id)
                 done[group].append(line)
-    print(f"\nmutants {score(done['mutants'])}, pairs {score(done['pairs'])}, legal {score(done['legal'])}")
+    print("\n" + ", ".join(f"{group} {score(own)}" for group, own in done.items()))
     if wanted.docs:
         write(done)
     return 0 if all(line.judged.ok for own in done.values() for line in own) else 1
