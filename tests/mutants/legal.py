@@ -60,6 +60,7 @@ FILES = [
 
 MEGATRON = [
     legal("L20", "torch_dist with the Transformer Engine spec", hf.unchanged, ALL, made="torch_dist"),
+    legal("L28", "the source, held against what Megatron has of it", hf.unchanged, ALL, "verify megatron MUTANT"),
     legal("L21", "torch_dist with the local spec", hf.unchanged, ("deepseek_v3", "qwen2_mtp"),
           made="torch_dist --spec local"),
     legal("L22", "the names of core 0.19", hf.unchanged, ("glm4_moe", "qwen3_mtp"), made="torch_dist --mcore 0.19"),
