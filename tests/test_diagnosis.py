@@ -401,6 +401,26 @@ def test_a_new_name_and_a_lost_tensor_are_told_apart(tmp_path: Path) -> None:
     }
 
 
+def test_what_every_layer_lost_is_one_finding(tmp_path: Path) -> None:
+    def change(t: Tensors) -> None:
+        for name in [name for name in t if name.endswith("post_attention_layernorm.weight")]:
+            del t[name]
+
+    (found,) = failures(SOURCE, changed(tmp_path, change))
+    assert (found.cause_id, len(found.members)) == ("dropped", 4)
+    assert found.cause.startswith("pre_mlp_norm of every layer that has it: 4 tensors")
+
+
+@pytest.mark.parametrize("name", ["attn.kv_b", "x.attn.q", "mtp.0.proj.embed", "*.attn.sink"])
+def test_a_stranger_may_be_called_like_a_part(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    reference = changed(tmp_path / "a", lambda t: t.update({name: torch.arange(32.0).reshape(8, 4)}))
+    candidate = changed(tmp_path, lambda t: t.update({name: torch.arange(32.0).reshape(8, 4) + 1 / 3}))
+    (found,) = failures(reference, candidate)
+    assert (found.subject, found.check) == (name, "values.bits")
+    assert "report this" not in found.cause
+
+
 def test_work_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What resists is tried with everything a limited number of times, and still tried with what held for others."""
     calls: list[str] = []

@@ -122,7 +122,7 @@ def qkv(unit: Unit, facts: Mapping[str, int]) -> Theories:
 def _kinds(unit: Unit, facts: Mapping[str, int]) -> Iterator[tuple[Kinds, str]]:
     """The ways to tell the rows of a matrix apart by what they are, and what a group of them is called."""
     words = [part.split(".")[-1] for part in unit.parts]
-    if words == ["kv_b"]:
+    if unit.shapes and words == ["kv_b"]:
         at = facts["nope_dim"]
         both = [_grouped(plan, 2) for plan in unit.own[unit.parts[0]]]
         keys, values = ([plan.slice(1, i, j or plan.shape[1]) for plan in both] for i, j in ((0, at), (at, 0)))
