@@ -1,13 +1,10 @@
-"""Checkpoints on the Hugging Face Hub: read by ranges, and fetched into the Hub's cache where their bits are needed.
-
-Tokens, endpoint, cache, timeouts and retries are huggingface_hub's own, with its environment variables.
-"""
+"""Checkpoints on the Hugging Face Hub: read by ranges, and fetched into the Hub's cache where their bits are needed."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,20 +13,27 @@ from urllib.parse import quote
 
 from mtpcheck.errors import FormatError, HubError
 from mtpcheck.files import LocalFile, Source, inside
-from mtpcheck.hub_errors import told
+from mtpcheck.hub_client import cached_folder, download, get, is_commit
 from mtpcheck.parallel import Alive, in_parallel
 from mtpcheck.progress import Progress, Silent
 from mtpcheck.target import check_space
 from mtpcheck.tree import LocalTree, is_weights
 
-_REPO = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?", re.ASCII)
+_REPO = re.compile(r"(?P<id>\w[\w.-]*/(?P<name>\w[\w.-]*))(?:@(?P<revision>[^@\s]+))?", re.ASCII)
 _HEAD = 1 << 17  # the headers of nearly all shards are shorter
+_LISTING = 100 << 20  # bytes that a listing may have; one of 10,000 files has 3 MB
 _AT_ONCE = 8
 
 
 def is_repo(text: str) -> bool:
     """Whether ``text`` may be ``org/name`` or ``org/name@revision``. A folder of that name goes first."""
     return _REPO.fullmatch(text) is not None
+
+
+def short_name(text: str) -> str:
+    """The last part of a path, or of a repository's name without its revision."""
+    match = _REPO.fullmatch(text)
+    return match["name"] if match and not Path(text).exists() else Path(text).name
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,7 @@ class HubTree:
     @property
     def folder(self) -> Path:
         """Where the cache keeps the files of this commit once they are fetched."""
-        from huggingface_hub import constants
-        from huggingface_hub.file_download import repo_folder_name
-
-        return Path(
-            constants.HF_HUB_CACHE, repo_folder_name(repo_id=self.repo, repo_type="model"), "snapshots", self.commit
-        )
+        return cached_folder(self.repo, self.commit)
 
     def names(self) -> list[str]:
         return sorted(name for name in self.sizes if not any(part.startswith(".") for part in name.split("/")[:-1]))
@@ -74,9 +73,7 @@ class HubTree:
     def open_shards(self, files: Sequence[str]) -> list[Source]:
         """Their headers are read now, several at a time."""
         shards = [self.open(file) for file in files]
-        remote = [shard for shard in shards if isinstance(shard, HubFile)]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(HubFile.read_head, remote))
+        list(in_parallel((shard.read_head for shard in shards if isinstance(shard, HubFile)), _AT_ONCE))
         return shards
 
     def missing(self, files: Collection[str]) -> list[str]:
@@ -89,41 +86,26 @@ class HubTree:
 
     def fetch(self, files: Sequence[str], progress: Progress | None = None) -> None:
         """Fetch files into the cache. Raises UsageError if its disk is too small, HubError for the rest."""
-        from huggingface_hub import constants
-
-        cache = Path(constants.HF_HUB_CACHE)
-        there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+        there = next(folder for folder in self.folder.parents if folder.is_dir())
         check_space(there, sum(self.sizes[file] for file in files), "point HF_HUB_CACHE to another disk")
-        jobs = (partial(self._fetch, file, self.commit, progress or Silent()) for file in files)
-        list(in_parallel(jobs, _AT_ONCE))
-        for file in files:
-            if self._cached(file) is None:
-                raise HubError(f"{self.name}/{file}: was not fetched whole into {self.folder}; remove it there")
+        list(in_parallel((partial(self._fetch, file, progress or Silent()) for file in files), _AT_ONCE))
 
-    def _fetch(self, file: str, revision: str, progress: Progress, alive: Alive) -> None:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-        class Bar(tqdm):
-            """Where huggingface_hub counts bytes, and the only place where a download can be stopped."""
-
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
-
-            def update(self, n: float | None = 1) -> bool | None:
-                alive()
-                progress.advance(int(n or 0))
-                return None
-
-        with told(f"{self.name}/{file}"):
-            hf_hub_download(self.repo, file, revision=revision, tqdm_class=Bar)
+    def _fetch(self, file: str, progress: Progress, alive: Alive) -> None:
+        path = self.folder / file
+        if path.is_file():  # of another size than listed, and the client would take it as it is
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+        download(self.repo, file, self.commit, self.sizes[file], progress, alive)
+        if self._cached(file) is None:
+            blob = path.resolve()
+            raise HubError(f"{self.name}/{file}: was not fetched whole; remove {blob} and try again")
 
     def remember(self, revision: str) -> None:
         """Let the cache know what a branch or tag stands for, so that it can be named offline too."""
         ref = self.folder.parent.parent / "refs" / revision
         known = revision == self.commit or (ref.is_file() and ref.read_text() == self.commit)
         if not known and self.has("config.json"):
-            self._fetch("config.json", revision, Silent(), lambda: None)
+            download(self.repo, "config.json", revision, _LISTING, Silent(), lambda: None)
 
 
 class HubFile:
@@ -146,10 +128,10 @@ class HubFile:
     def place_of(self, offset: int) -> str:
         return f"{self.name}, byte {offset:,}"
 
-    def read_head(self) -> None:
+    def read_head(self, alive: Alive = lambda: None) -> None:
         """Read as much as the header of a shard most likely takes, and keep what belongs to it."""
         if not self._head and self.size:
-            head = self._get(0, min(_HEAD, self.size))
+            head = self._get(0, min(_HEAD, self.size), alive)
             self._head = head[: 8 + int.from_bytes(head[:8], "little")]
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -159,32 +141,13 @@ class HubFile:
         if len(kept) < len(buffer):
             buffer[len(kept) :] = self._get(offset + len(kept), offset + len(buffer))
 
-    def _get(self, begin: int, end: int) -> bytes:
-        """Bytes ``begin <= i < end``. Raises FormatError if the server gives others."""
+    def _get(self, begin: int, end: int, alive: Alive = lambda: None) -> bytes:
         from huggingface_hub import constants, hf_hub_url
 
         if end > self.size:
             raise FormatError(f"{self.name}: ends at byte {self.size}, and byte {end} was asked for")
-        url = hf_hub_url(self.tree.repo, self.file, revision=self.tree.commit)
-        with told(self.name):
-            answer = _ask(url, constants.HF_HUB_DOWNLOAD_TIMEOUT, f"bytes={begin}-{end - 1}")
-        if answer.status_code != 206 or len(answer.content) != end - begin:
-            raise FormatError(
-                f"{self.name}: asked for bytes {begin} to {end}, the server answered {answer.status_code} with "
-                f"{len(answer.content)} bytes; it has to support ranges"
-            )
-        content: bytes = answer.content
-        return content
-
-
-def _ask(url: str, timeout: float, span: str = "", **params: Any) -> Any:
-    """One GET with huggingface_hub's token and retries."""
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
-
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity", **({"Range": span} if span else {})}
-    answer = http_backoff("GET", url, headers=headers, timeout=timeout, params=params or None)
-    hf_raise_for_status(answer)
-    return answer
+        url = hf_hub_url(self.tree.repo, self.file, revision=self.tree.commit, endpoint=constants.ENDPOINT)
+        return get(url, self.name, end - begin, (begin, end), alive)
 
 
 def open_repo(text: str) -> HubTree | LocalTree:
@@ -192,11 +155,10 @@ def open_repo(text: str) -> HubTree | LocalTree:
 
     Raises HubError where the Hub, or the way to it, does not give an answer.
     """
-    from huggingface_hub import ModelInfo, constants, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
 
     match = _REPO.fullmatch(text)
-    if match is None:
-        raise HubError(f"{text}: is no folder, and no repository either, which would be org/name or org/name@revision")
+    assert match is not None  # is_repo
     repo, revision = match["id"], match["revision"]
     if constants.HF_HUB_OFFLINE:
         found = try_to_load_from_cache(repo, "config.json", revision=revision)
@@ -208,13 +170,24 @@ def open_repo(text: str) -> HubTree | LocalTree:
         folder = Path(found).parent
         return LocalTree(folder, f"{repo}@{folder.name}")
     url = f"{constants.ENDPOINT}/api/models/{repo}/revision/{quote(revision or 'main', safe='')}"
-    with told(text, opening=True):
-        told_of = _ask(url, constants.HF_HUB_ETAG_TIMEOUT, blobs=True).json()
-    info = ModelInfo(**told_of)  # type: ignore[no-untyped-call]
-    files = info.siblings or []
-    if not info.sha or any(file.size is None for file in files):
-        raise HubError(f"{text}: {constants.ENDPOINT} does not tell the commit or the sizes of files")
-    sizes = {file.rfilename: file.size or 0 for file in files}
-    tree = HubTree(repo, info.sha, sizes, {file.rfilename: file.lfs.sha256 for file in files if file.lfs})
+    tree = _listed(repo, get(url, text, _LISTING, opening=True, blobs=True), f"{text}: {constants.ENDPOINT}")
     tree.remember(revision or "main")
     return tree
+
+
+def _listed(repo: str, raw: bytes, who: str) -> HubTree:
+    """The Hub's listing of a repository. Raises HubError for one that makes no sense."""
+    try:
+        table: Any = json.loads(raw)
+        files = {entry["rfilename"]: entry for entry in table["siblings"]}
+        sizes = {name: entry["size"] for name, entry in files.items()}
+        hashes = {name: entry["lfs"]["sha256"] for name, entry in files.items() if entry.get("lfs")}
+        sound = all(type(name) is str and name.encode() and type(n) is int and n >= 0 for name, n in sizes.items())
+        sound = (
+            sound and all(re.fullmatch("[0-9a-f]{64}", told) for told in hashes.values()) and is_commit(table["sha"])
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise HubError(f"{who} gives no listing of a repository: no commit, or files without names and sizes")
+    return HubTree(repo, table["sha"], sizes, hashes)

@@ -9,13 +9,20 @@ from typing import cast
 from mtpcheck.errors import HubError
 
 
+def transport_error() -> type[Exception]:
+    """What every failure of a connection is derived from: HTTPError of httpx, or of httpx2, by huggingface_hub's
+    version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast(type[Exception], HfHubHTTPError.__bases__[0])
+
+
 @contextmanager
 def told(where: str, opening: bool = False) -> Iterator[None]:
     """Raise HubError for what huggingface_hub raises inside. ``where``: the repository or its file, as it is to be
     called. ``opening``: whether ``where`` could as well have been meant as a folder."""
     from huggingface_hub import constants, errors
 
-    transport = cast(type[Exception], errors.HfHubHTTPError.__bases__[0])  # HTTPError of httpx, or of httpx2
     hub, lead = constants.ENDPOINT, f"{where}: no such folder, and " if opening else f"{where}: "
     try:
         yield
@@ -27,21 +34,25 @@ def told(where: str, opening: bool = False) -> Iterator[None]:
         raise HubError(f"{lead}{hub} has no repository of that name, {more}") from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"{where}: the repository has no such revision") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise HubError(f"{lead}HF_HUB_OFFLINE is set, and the cache lacks what is needed") from error
-    except (errors.LocalEntryNotFoundError, errors.XetDownloadError, transport) as error:
-        status = getattr(getattr(error.__cause__ or error, "response", None), "status_code", None)
-        if status is None:
-            raise HubError(f"{lead}{_cut_short(error.__cause__ or error, hub)}") from error
-        raise HubError(f"{lead}{_refused(status, hub)}") from error
-    except (errors.EntryNotFoundError, errors.FileMetadataError, errors.HFValidationError) as error:
-        raise HubError(f"{lead}{hub} does not give it: {str(error).splitlines()[0]}") from error
-    except errors.LocalTokenNotFoundError as error:
-        raise HubError(f"{lead}{str(error).splitlines()[0]}") from error
+    except (errors.LocalEntryNotFoundError, transport_error()) as error:
+        cause = error.__cause__ or error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        raise HubError(f"{lead}{_cut_short(cause, hub) if status is None else _refused(status, hub)}") from error
+    except (errors.EntryNotFoundError, RuntimeError, ValueError) as error:  # RuntimeError: whatever Xet meets
+        raise HubError(f"{lead}{hub} does not give it ({_first_line(error)})") from error
+    except OSError as error:
+        if error.errno is not None:  # of this machine, such as a full disk
+            raise
+        raise HubError(f"{lead}{hub} does not give it ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _cut_short(error: BaseException, hub: str) -> str:
-    what = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+    what = f"{type(error).__name__}: {_first_line(error)}"
     return f"no whole answer came from {hub} ({what}); try again, or set HF_HUB_OFFLINE=1 if the cache holds it"
 
 
