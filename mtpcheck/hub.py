@@ -182,10 +182,8 @@ def _listed(repo: str, raw: bytes, who: str) -> HubTree:
         files = {entry["rfilename"]: entry for entry in table["siblings"]}
         sizes = {name: entry["size"] for name, entry in files.items()}
         hashes = {name: entry["lfs"]["sha256"] for name, entry in files.items() if entry.get("lfs")}
-        sound = all(type(name) is str and name.encode() and type(n) is int and n >= 0 for name, n in sizes.items())
-        sound = (
-            sound and all(re.fullmatch("[0-9a-f]{64}", told) for told in hashes.values()) and is_commit(table["sha"])
-        )
+        sound = is_commit(table["sha"]) and all(re.fullmatch("[0-9a-f]{64}", told) for told in hashes.values())
+        sound &= all(bool(name.encode()) and type(size) is int and size >= 0 for name, size in sizes.items())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:

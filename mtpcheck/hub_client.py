@@ -1,7 +1,7 @@
 """Requests to the Hub through huggingface_hub's client, within bounds that a server cannot stretch.
 
-Tokens, endpoint, proxies and what is tried again are huggingface_hub's. Bounds are ours: how much is read, how long a body
-may take, how long the Hub may ask to wait, and what an answer may call a file in the cache.
+Tokens, endpoint, proxies and what is tried again are huggingface_hub's. Bounds are ours: how much is read, how long a
+body may take, how long the Hub may ask to wait, and what an answer may call a file in the cache.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def get(url: str, where: str, most: int, span: tuple[int, int] | None = None, al
         opening: bool = False, **params: Any) -> bytes:  # fmt: skip
     """The body of a GET: at most ``most`` bytes, or just the bytes ``begin <= i < end`` of ``span``.
 
-    ``where`` and ``opening`` are for messages (``hub_errors.told``). Raises HubError, and FormatError for an answer that
-    is another than was asked for.
+    ``where`` and ``opening`` are for messages (``hub_errors.told``). Raises HubError, and FormatError for an answer
+    that is another than was asked for.
     """
     with told(where, opening):
         for left in reversed(range(_TRIES)):
@@ -54,9 +54,12 @@ def _get(url: str, where: str, most: int, span: tuple[int, int] | None, alive: A
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     if span is not None:
         headers["Range"], most = f"bytes={span[0]}-{span[1] - 1}", span[1] - span[0]
-    asked = {"headers": headers, "params": params or None, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT}
+    timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
     broken: Exception | None = None
-    with http_stream_backoff("GET", url, retry_on_exceptions=(), **asked) as answer:
+    asked = http_stream_backoff(
+        "GET", url, retry_on_exceptions=(), headers=headers, params=params or None, timeout=timeout
+    )
+    with asked as answer:
         hf_raise_for_status(answer)
         _require_asked(answer, where, span)
         try:  # what breaks in here must not reach the library's own loop, which cannot begin again
@@ -79,8 +82,8 @@ def _require_asked(answer: Any, where: str, span: tuple[int, int] | None) -> Non
     given = answer.headers.get("content-range", "")
     if answer.status_code != 206 or not given.startswith(f"bytes {span[0]}-{span[1] - 1}/"):
         raise FormatError(
-            f"{where}: asked for bytes {span[0]} to {span[1]}, the server answered {answer.status_code} {given[:60]!r}; "
-            "it has to support ranges"
+            f"{where}: asked for bytes {span[0]} to {span[1]}, the server answered {answer.status_code} "
+            f"{given[:60]!r}; it has to support ranges"
         )
 
 
@@ -141,7 +144,7 @@ def _abort_xet() -> None:
     with suppress(ImportError):
         from huggingface_hub.utils._xet import abort_xet_session
 
-        abort_xet_session()
+        abort_xet_session()  # type: ignore[no-untyped-call]
 
 
 def guard() -> None:
@@ -164,10 +167,8 @@ def _require_sound(answer: Any) -> None:
     commit = answer.headers.get("x-repo-commit")
     if commit is not None and not is_commit(commit):
         raise HubError(f"{host}: calls a commit {commit[:80]!r}; refused")
-    waits = [
-        answer.headers.get("retry-after", ""),
-        *re.findall(r";\s*t\s*=\s*(\d+)", answer.headers.get("ratelimit", "")),
-    ]
+    limited = answer.headers.get("ratelimit", "")
+    waits = [answer.headers.get("retry-after", ""), *re.findall(r";\s*t\s*=\s*(\d+)", limited)]
     longest = max((int(wait) for wait in waits if wait.isdecimal() and len(wait) < 12), default=0)
     if answer.status_code in (429, 503) and longest > _LONGEST_WAIT:
         raise HubError(f"{host}: limits requests ({answer.status_code}), and asks to wait {longest:,} seconds")

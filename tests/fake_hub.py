@@ -86,8 +86,7 @@ def serving() -> Iterator[Hub]:
 
 @contextmanager
 def _server(hub: Hub, host: str) -> Iterator[str]:
-    server = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server((host, 0), type("Handler", (_Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -96,6 +95,13 @@ def _server(hub: Hub, host: str) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hangs up is none."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -471,7 +471,7 @@ def test_a_download_that_breaks_off(hub: Hub, copy_of: CopyOf, tmp_path: Path) -
 
 def test_a_server_without_ranges(hub: Hub) -> None:
     hub.ranges = False
-    with pytest.raises(FormatError, match=r"the server answered 200 with .* it has to support ranges"):
+    with pytest.raises(FormatError, match=r"the server answered 200 .* it has to support ranges"):
         inspect("org/glm")
 
 
