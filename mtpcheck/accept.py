@@ -14,12 +14,13 @@ from mtpcheck.convert import lent_form
 from mtpcheck.draft.probe import Probing, read_workloads, run_all
 from mtpcheck.draft.writing import Writing, write_all
 from mtpcheck.errors import MtpcheckError
-from mtpcheck.fetch import fetched
+from mtpcheck.fetch import fetched, is_remote
+from mtpcheck.hub import short_name
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding
 from mtpcheck.report.report import Report, of_group
 from mtpcheck.tensormap import TensorMap, read_tensor_map
-from mtpcheck.verify import require_mtp, summary
+from mtpcheck.verify import dialects_of, require_mtp, summary
 
 
 def accept(
@@ -32,28 +33,33 @@ def accept(
     iteration: int | None = None,
     show_progress: bool = False,
     writing: Writing | None = None,
+    dialect: str | None = None,
 ) -> Report:
     """Run ``source`` and its MTP head over workloads, and judge whether the head is alive.
 
     ``minimum``: acceptance rate of depth 1 over all workloads that it must have. ``baseline``: a file that is written
     if there is none, and held against otherwise; what fails is not recorded. ``like`` lends a Megatron checkpoint the
-    config keys and the tokenizer that it lacks. ``writing``: also let the model write with its drafts. Raises
-    MtpcheckError where it cannot judge.
+    config keys and the tokenizer that it lacks. ``writing``: also let the model write with its drafts.
+    ``dialect`` is the one that Megatron tensors are read in. Raises MtpcheckError where it cannot judge.
     """
-    opened = fetched(open_checkpoint(source, iteration), show_progress)
+    opened = open_checkpoint(source, iteration, dialect)
     if like is not None:
         opened = replace(opened, manifest=lent_form(opened, like, show_progress))
     tensor_map = read_tensor_map(opened, family)
     require_mtp(opened, tensor_map, allow_none=False)
     if writing is not None:
         writing.check(tensor_map.facts["mtp_stored"])
+    if is_remote(opened):
+        opened = fetched(opened, show_progress)
+        tensor_map = read_tensor_map(opened, family)
     probing = probing or Probing()
     workloads = read_workloads(opened, tensor_map, probing.files)
     apart = [Path(source), *([Path(like)] if like is not None else [])]
     before = open_baseline(Path(baseline), tensor_map.family, workloads, apart) if baseline is not None else None
     report = Report("accept", [str(opened.path)], tensor_map.family, summary(opened, tensor_map))
+    report.dialects = dialects_of(opened)
     _add_headers(report, opened, tensor_map)
-    label = Path(source).resolve().name if opened.path == Path(source) else opened.path.name.partition("@")[0]
+    label = Path(source).resolve().name if Path(source).exists() else short_name(str(opened.path))
     columns = run_all([(label, opened, tensor_map)], workloads, probing, show_progress)
     found: list[Finding] = list(check_minimum(columns[0], minimum)) if minimum is not None else []
     found += before.check(columns[0]) if before is not None else []

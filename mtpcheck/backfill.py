@@ -15,7 +15,9 @@ from mtpcheck.tensormap import TensorMap, TensorRef, read_like, read_tensor_map
 CAUSE = "back-filled"
 
 
-def with_back_filled(findings: list[Finding], source: str, original: str, candidate: str, family: str) -> list[Finding]:
+def with_back_filled(
+    findings: list[Finding], source: str, original: str, candidate: str, family: str, dialect: str | None
+) -> list[Finding]:
     """Findings of ``candidate`` against the perturbed ``source``: tensors that equal those of ``original``, which
     differs from the source, are one finding with that cause. Reads weights only where bits differ."""
     bits = [f for f in findings if f.check == "values.bits"]
@@ -24,7 +26,9 @@ def with_back_filled(findings: list[Finding], source: str, original: str, candid
         return findings
     perturbed = read_tensor_map(open_checkpoint(source), family)
     plain = read_tensor_map(open_checkpoint(original), family)
-    filled = list(_back_filled(names, perturbed, plain, read_like(open_checkpoint(candidate), perturbed)))
+    filled = list(
+        _back_filled(names, perturbed, plain, read_like(open_checkpoint(candidate, dialect=dialect), perturbed))
+    )
     if not filled:
         return findings
     first = next(f for f in bits if set(f.members or (f.subject,)) & set(filled))

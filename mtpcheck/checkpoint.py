@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialects import CORE, check_name, load_dialect, told_by
 from mtpcheck.errors import FormatError, UsageError
-from mtpcheck.gather import Gathered
+from mtpcheck.gather import Gathered, gather
 from mtpcheck.hub import is_repo, open_repo
 from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
@@ -35,6 +35,8 @@ class Checkpoint:
     """config.json (``hf``)."""
     args: Mapping[str, Any] | None = None
     """Training arguments (Megatron); None if the checkpoint stores none."""
+    dialect: str = CORE
+    """In whose order and under whose names tensors are read (Megatron)."""
     hf: HfFolder | None = None
     fsdp: bool = False
     """Saved by Megatron-FSDP (``torch_dist``)."""
@@ -48,13 +50,20 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(ref.nbytes for ref in self.tensors.values())
 
+    @property
+    def told_dialect(self) -> str | None:
+        """The dialect that keys tell. Those of modules, in the files of ranks and of Megatron-FSDP, tell none."""
+        return told_by(self.tensors) if self.layout == "torch_dist" and not self.fsdp else None
 
-def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoint:
+
+def open_checkpoint(path: str | Path, iteration: int | None = None, dialect: str | None = None) -> Checkpoint:
     """Open a folder in any layout: an HF folder, a Megatron root, or an iteration folder; or a repository on the Hub
     (``org/name``, ``org/name@revision``), whose weights stay where they are (``fetch.fetched``).
 
     ``iteration`` chooses one of a Megatron root; by default it is the one that the tracker file names.
-    Raises UsageError if there is nothing, FormatError if what is there cannot be trusted, HubError as the Hub fails.
+    ``dialect`` is the one that Megatron tensors are read in; by default the one that keys tell, else megatron-core's.
+    Raises UsageError if there is nothing, or no such dialect, FormatError if what is there cannot be trusted, HubError
+    as the Hub fails.
     """
     text, path = str(path), Path(path)
     if not path.exists():
@@ -64,19 +73,22 @@ def open_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; name the checkpoint's folder")
     folder = _iteration_folder(path, iteration)
+    if dialect is not None:
+        check_name(dialect)
     if is_torch_dist(folder):
-        found = read_torch_dist(folder, load_dialect().prefixes)
-        return Checkpoint(
+        found = read_torch_dist(folder, load_dialect(dialect or CORE).prefixes)
+        opened = Checkpoint(
             path, folder, "torch_dist", found.tensors,
             args=found.args, passed_over=found.passed_over, fsdp=found.fsdp, manifest=read_manifest(folder),
         )  # fmt: skip
+        return replace(opened, dialect=dialect or opened.told_dialect or CORE)
     if is_hf(folder):
         hf = read_hf(folder)
         return Checkpoint(path, folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
     if is_torch(folder):
-        own = read_torch(folder, load_dialect())
+        own = read_torch(folder, load_dialect(dialect or CORE))
         return Checkpoint(
-            path, folder, "torch", own.tensors, args=own.ranks.args, ranks=own,
+            path, folder, "torch", own.tensors, dialect=dialect or CORE, args=own.ranks.args, ranks=own,
             passed_over=own.passed_over, findings=(*own.strangers, *own.findings), manifest=read_manifest(folder),
         )  # fmt: skip
     if ranks := sorted(path.name for path in folder.glob("mp_rank_*")):
@@ -93,6 +105,16 @@ def _open_repo(text: str) -> Checkpoint:
     tree = open_repo(text)
     hf = read_hf(tree)
     return Checkpoint(Path(tree.name), tree.folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
+
+
+def in_dialect(checkpoint: Checkpoint, dialect: str) -> Checkpoint:
+    """The same files, read in another dialect. Raises what putting shares of ranks together raises."""
+    if checkpoint.ranks is None:
+        return replace(checkpoint, dialect=dialect)
+    again = gather(checkpoint.ranks.ranks, load_dialect(dialect))
+    own = replace(again, strangers=checkpoint.ranks.strangers, passed_over=checkpoint.ranks.passed_over)
+    findings = (*own.strangers, *own.findings)
+    return replace(checkpoint, dialect=dialect, tensors=own.tensors, ranks=own, findings=findings)
 
 
 def _iteration_folder(path: Path, iteration: int | None) -> Path:

@@ -21,11 +21,11 @@ from mtpcheck.flags import (
     AllowNoMtp,
     Columns,
     Config,
+    Dialect,
     Ep,
     Etp,
     ExitZero,
     ExpertForm,
-    Experts,
     Family,
     First,
     Fp8,
@@ -56,11 +56,11 @@ from mtpcheck.flags import (
     Verbose,
     Vpp,
     Workloads,
+    options_of,
 )
 from mtpcheck.judging import console, judged, probing_of, sentence, show_progress
 
 if TYPE_CHECKING:
-    from mtpcheck.megatron import Options
     from mtpcheck.report.report import Report
 
 app = typer.Typer(
@@ -82,7 +82,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as_json: Json = False) -> int:
+def inspect(
+    ckpt: Source, family: Family = None, dialect: Dialect = None, iteration: Iteration = None, as_json: Json = False
+) -> int:
     """What is declared, what is stored, from headers alone."""
     from mtpcheck.inspect import inspect as run
     from mtpcheck.report import machine
@@ -90,7 +92,7 @@ def inspect(ckpt: Source, family: Family = None, iteration: Iteration = None, as
     from mtpcheck.report.report import Unjudged
 
     try:
-        found = run(ckpt, family, iteration)
+        found = run(ckpt, family, iteration, dialect)
     except Exception as error:
         if as_json:
             typer.echo(machine.error_json(Unjudged("inspect", [str(ckpt)], sentence(error))))
@@ -107,6 +109,7 @@ def verify(
     reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="What it should be; as CKPT elsewhere.")],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What it is.")],
     family: Family = None,
+    dialect: Dialect = None,
     values: Annotated[
         Values | None,
         typer.Option(
@@ -142,7 +145,8 @@ def verify(
             raise UsageError(f"--values {' and '.join(sorted(asked))} at once: each tells how to look at values")
         how: Any = next((value.value for value in asked), None)
         probing = probing_of(workload, "all") if acceptance and not no_acceptance else None
-        return run(reference, candidate, family, how, only is Only.mtp, allow_no_mtp, show, iteration, probing)
+        mtp_alone = only is Only.mtp
+        return run(reference, candidate, family, how, mtp_alone, allow_no_mtp, show, iteration, probing, dialect)
 
     return judged(
         "verify",
@@ -161,6 +165,7 @@ def verify(
 def roundtrip(
     ckpt: Source,
     family: Family = None,
+    dialect: Dialect = None,
     spec: SpecOption = Spec.te,
     vocab_multiple: Multiple = 128,
     mcore: McoreOption = Mcore.core_0_16,
@@ -203,7 +208,7 @@ def roundtrip(
     middle: Literal["torch_dist", "torch"] | None = via.value if via else None
 
     def judge() -> Report:
-        options = _options(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value, text_only)
+        options = options_of(spec, vocab_multiple, mcore, ranks, experts, middle, fp8.value, text_only, dialect)
         if workload and (plan or no_acceptance):
             raise UsageError("--workload says what to draft on, and nothing is run")
         if plan:
@@ -231,6 +236,7 @@ def convert(
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")],
     to: Annotated[Layout | None, typer.Option(help="Target layout; by default the other one.")] = None,
     family: Family = None,
+    dialect: Dialect = None,
     spec: SpecOption = Spec.te,
     vocab_multiple: Multiple = 128,
     mcore: McoreOption = Mcore.core_0_16,
@@ -250,18 +256,14 @@ def convert(
     quiet: Quiet = False,
 ) -> int:
     """One direction. DST appears whole or not at all."""
-    from mtpcheck.checkpoint import open_checkpoint
     from mtpcheck.convert import convert as run
-    from mtpcheck.fetch import fetched
-    from mtpcheck.progress import bar
     from mtpcheck.report.inspection import render_converted
 
     ranks = tp, pp, vpp, ep, etp, first_layers, last_layers, pipeline_layout
-    options = _options(spec, vocab_multiple, mcore, ranks, experts, to.value if to else None, fp8.value, text_only)
     layout: Any = to.value if to else None
-    opened = fetched(open_checkpoint(src, iteration), not quiet)
-    with bar("converting", opened.nbytes, not quiet) as progress:
-        converted = run(opened.path, dst, layout, family, options, like, progress, iteration=iteration)
+    options = options_of(spec, vocab_multiple, mcore, ranks, experts, layout, fp8.value, text_only, dialect)
+    show = not quiet
+    converted = run(src, dst, layout, family, options, like, iteration=iteration, show_progress=show)
     if not quiet:
         render_converted(converted, console())
     elif converted.exit_code != HOLDS:
@@ -273,6 +275,7 @@ def convert(
 def accept(
     ckpt: Source,
     family: Family = None,
+    dialect: Dialect = None,
     workload: Workloads = None,
     min_acceptance: Annotated[
         float | None, typer.Option(min=0, max=1, help="Fail below this acceptance rate (depth 1, all workloads).")
@@ -308,7 +311,7 @@ def accept(
         show = show_progress(as_json, quiet)
         probing = probing_of(workload, "once")
         writing = Writing(decode, drafts, temperature, seed) if decode else None
-        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing)
+        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing, dialect)
 
     return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
 
@@ -317,27 +320,6 @@ app.command()(gate)
 app.command()(fixture)
 app.command()(graft)
 app.add_typer(cli_families.app, name="families")
-
-
-def _options(
-    spec: Spec,
-    multiple: int,
-    mcore: Mcore,
-    ranks: tuple[Any, ...],
-    experts: Experts | None,
-    layout: str | None,
-    fp8: Literal["dequantize", "keep", "requantize"],
-    text_only: bool,
-) -> Options:
-    """Options from flags. Raises UsageError for flags that a layout without ranks would ignore."""
-    from mtpcheck.megatron import Options
-    from mtpcheck.topology import Topology
-
-    tp, pp, vpp, ep, etp, first, last, pipeline = ranks
-    topology = Topology(tp, pp, vpp, ep, tp if etp is None else etp, first, last, pipeline)
-    if layout != "torch" and (topology != Topology() or experts):
-        raise UsageError("--tp, --pp, --experts and the like tell how to write rank files: add --to or --via torch")
-    return Options(spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8, text_only)
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from mtpcheck.checks.structure import of_conversion, with_bits
 from mtpcheck.checks.topology import check_ranks, explain
 from mtpcheck.checks.values import compare_maps, compare_stored
 from mtpcheck.diagnosis import diagnose
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialects import load_dialect
 from mtpcheck.encoding import as_codes
 from mtpcheck.facts import lookup
 from mtpcheck.family import load_family

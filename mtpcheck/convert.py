@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from mtpcheck.checks.topology import check_ranks
 from mtpcheck.encoding import block_of
 from mtpcheck.errors import FAILS, HOLDS, CheckpointFails, UnsupportedError, UsageError
 from mtpcheck.export import padding_findings, write_hf
-from mtpcheck.fetch import fetched
+from mtpcheck.fetch import fetched, is_remote
 from mtpcheck.manifest import Manifest
 from mtpcheck.megatron import (
     Options,
@@ -26,7 +27,7 @@ from mtpcheck.megatron import (
 )
 from mtpcheck.model import BESIDE
 from mtpcheck.normalise import is_quantized
-from mtpcheck.progress import Progress, Silent
+from mtpcheck.progress import Progress, bar
 from mtpcheck.report.finding import Finding, Severity
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import TensorMap, read_tensor_map
@@ -68,6 +69,7 @@ def convert(
     progress: Progress | None = None,
     written: Written | None = None,
     iteration: int | None = None,
+    show_progress: bool = False,
 ) -> Converted:
     """Convert ``source`` into the new folder ``target``; by default into the other layout.
 
@@ -80,7 +82,9 @@ def convert(
     target = Path(target)
     check_target(Path(source), target)
     options = options or Options()
-    opened = fetched(open_checkpoint(source, iteration))
+    opened = open_checkpoint(source, iteration, options.dialect)
+    check_target(opened.folder, target)
+    options = options.for_source(opened)
     to = to or other_layout(opened.layout)
     if opened.layout == to == "hf":
         raise UsageError(f"{source} is an HF checkpoint already")
@@ -89,10 +93,14 @@ def convert(
     if like is not None and opened.layout != "hf" != to:
         raise UsageError(f"--like lends its form to a Hugging Face export; this conversion writes {to}")
     if like is not None:
-        opened = replace(opened, manifest=lent_form(opened, like))
+        opened = replace(opened, manifest=lent_form(opened, like, show_progress))
     if options.fp8 == "requantize" and (opened.manifest is None or block_of(opened.manifest.config) is None):
         raise UsageError("--fp8 requantize: nothing says that this was FP8; --like a checkpoint that is")
     tensor_map = read_tensor_map(opened, family)
+    if is_remote(opened):
+        check_before_fetching(opened, tensor_map)
+        opened = fetched(opened, show_progress)
+        tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
     check_not_lost(opened, tensor_map)
     if opened.layout == "hf":
@@ -101,11 +109,12 @@ def convert(
     needed = dealer(held, options).nbytes if to == "torch" else held.nbytes
     check_space(target.parent, needed if written is None else 0)
     load_writers(to)
-    with new_folder(target) as folder:
+    shown = nullcontext(progress) if progress else bar("converting", opened.nbytes, show_progress)
+    with new_folder(target) as folder, shown as progress:
         if to == "hf":
-            findings = write_hf(opened, tensor_map, folder, options.fp8, progress or Silent(), written)
+            findings = write_hf(opened, tensor_map, folder, options.fp8, progress, written)
         else:
-            findings = write_megatron(opened, tensor_map, folder, to, options, progress or Silent())
+            findings = write_megatron(opened, tensor_map, folder, to, options, progress)
             findings += padding_findings(tensor_map, options.padded_vocab(tensor_map.facts["vocab"], to))
     counts = check_count(tensor_map, str(source))
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
@@ -136,14 +145,15 @@ def lent_form(source: Checkpoint, like: str | Path, show: bool = False) -> Manif
 _BLOCKING = ("presence", "structure", "topology", "quantization")
 
 
+def check_before_fetching(source: Checkpoint, tensor_map: TensorMap) -> None:
+    """What headers tell of a checkpoint on the Hub that cannot be converted, before it is fetched."""
+    _check_decoded(source, tensor_map)
+    check_not_lost(source, tensor_map)
+
+
 def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
     """Raise unless every tensor of the source can be carried exactly."""
-    unsound = any(f.check == "quantization.scale" for f in tensor_map.findings)
-    if (why := is_quantized(source, tensor_map)) and not unsound:
-        raise UnsupportedError(
-            f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
-            "verify still compares two such checkpoints"
-        )
+    _check_decoded(source, tensor_map)
     blocking = tuple(
         f for f in tensor_map.findings
         if f.severity is Severity.FAILURE and f.check.split(".")[0] in _BLOCKING
@@ -154,6 +164,16 @@ def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""
         raise CheckpointFails(f"{source.path}: {first.subject}: {first.message}{more}; nothing was written", blocking)
+
+
+def _check_decoded(source: Checkpoint, tensor_map: TensorMap) -> None:
+    """Raise UnsupportedError for packed weights that are not decoded here."""
+    unsound = any(f.check == "quantization.scale" for f in tensor_map.findings)
+    if (why := is_quantized(source, tensor_map)) and not unsound:
+        raise UnsupportedError(
+            f"{source.path}: quantized weights cannot be converted exactly yet ({why}); "
+            "verify still compares two such checkpoints"
+        )
 
 
 def check_text(source: Checkpoint, tensor_map: TensorMap, options: Options) -> None:

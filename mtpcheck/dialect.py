@@ -1,4 +1,4 @@
-"""The dialect: how Megatron spells, joins and stacks the parts of any model. One YAML file for all families.
+"""A dialect: how Megatron spells, joins and stacks the parts of any model. One YAML file for all families.
 
 A role may lie in a file in several forms: decoder layers stacked in one tensor or apart, experts stacked or
 apart, gate and up joined or apart. ``Dialect.rows`` picks, role by role, the form that a checkpoint has; for
@@ -7,19 +7,17 @@ writing, the one megatron-core would write.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
-from mtpcheck.data import check_keys, configs, load
 from mtpcheck.errors import FamilyError
 from mtpcheck.expr import expand
-from mtpcheck.facts import arg_rows, holds
-from mtpcheck.family import family_names, load_family, specimens
+from mtpcheck.facts import holds
 from mtpcheck.model import Model
-from mtpcheck.roles import Address, Experts, Role, Spec, role
-from mtpcheck.rows import Row, prove_invertible
+from mtpcheck.roles import Address, Experts, Role, Spec
+from mtpcheck.rows import Row
 from mtpcheck.rules import ArgRow
 
 Mcore = Literal["0.16", "0.19"]
@@ -88,15 +86,13 @@ class Dialect:
                 pad = padded_vocab if entry.pad else None
                 names = entry.spellings(form.spec)
                 name = next((n for n in names if n in form.stored), names[0])
-                spelling.rows.append(Row(name, entry.parts, entry.axis, pad=pad, origin=self._origin(entry)))
+                row = Row(name, entry.parts, entry.axis, pad=pad, offset=entry.offset, origin=entry.origin)
+                spelling.rows.append(row)
                 self._extra(spelling, entry, form, name, ())
         self._decoder_rows(spelling, model, form)
         for layer in (name for name in model.layers if name.startswith("mtp.")):
             self._mtp_rows(spelling, model, layer, form)
         return spelling
-
-    def _origin(self, entry: Role) -> str:
-        return f"dialects/{self.name}.yaml: {entry.names['te']}"
 
     def _decoder_rows(self, spelling: Spelling, model: Model, form: KeyForm) -> None:
         layers = [name for name in model.layers if name.startswith("layers.")]
@@ -191,18 +187,21 @@ class Dialect:
     ) -> str:
         """Add the row in the form that ``stored`` has: joined, or its two halves apart."""
         name = next((n for n in names if (n in form.stored or n + "_w" in form.stored)), names[0])
-        origin = self._origin(entry)
         if entry.split and form.experts is None and name not in form.stored:
             for i, piece in enumerate(entry.split):
                 own = tuple(parts[i :: len(entry.split)])
-                spelling.rows.append(Row(f"{name}.{piece}", own, 0, stack, origin=origin))
+                spelling.rows.append(Row(f"{name}.{piece}", own, 0, stack, origin=entry.origin))
             return name
         if entry.halves and name not in form.stored and name + "_w" in form.stored:
             for half, suffix in enumerate(("_w", "_v")):
-                spelling.rows.append(Row(name + suffix, tuple(parts[half::2]), 0, stack, origin=origin))
+                spelling.rows.append(Row(name + suffix, tuple(parts[half::2]), 0, stack, origin=entry.origin))
         else:
-            row = Row(name, tuple(parts), entry.axis, stack, chained=entry.chained, origin=origin)
-            spelling.rows.append(row)
+            spelling.rows.append(
+                Row(
+                    name, tuple(parts), entry.axis, stack,
+                    chained=entry.chained, turns=entry.turns, offset=entry.offset, origin=entry.origin,
+                )
+            )  # fmt: skip
         return name
 
     def _extra(self, spelling: Spelling, entry: Role, form: KeyForm, name: str, stack: tuple[int, ...]) -> None:
@@ -260,55 +259,5 @@ class Dialect:
             for name in filter(None, [*entry.spellings("te"), entry.legacy, *entry.split_names]):
                 other = named.setdefault(name, entry)
                 if other.cutting != entry.cutting:
-                    raise FamilyError(f"{self._origin(entry)}: {name} is cut in one way here and in another elsewhere")
+                    raise FamilyError(f"{entry.origin}: {name} is cut in one way here and in another elsewhere")
         return named
-
-
-_LISTS = ("outside", "own", "layer")
-
-
-@lru_cache(maxsize=8)
-def load_dialect(name: str = "core") -> Dialect:
-    """A dialect by its file name, proved invertible for every family in both specs."""
-    path = configs() / "dialects" / f"{name}.yaml"
-    if not path.is_file():
-        raise FamilyError(f"unknown dialect {name!r}: no file {path}")
-    table = load(path)
-    plain = {"decoder", "mtp", "inner_in_memory", "constants"}
-    check_keys(str(path), table, {*_LISTS, *plain, "prefixes", "inner", "bare_extra", "args"})
-    roles = {key: tuple(role(f"{path}: {key}", entry) for entry in table[key]) for key in _LISTS}
-    dialect = Dialect(
-        name=name,
-        prefixes=tuple(table["prefixes"]),
-        decoder=table["decoder"],
-        mtp=table["mtp"],
-        inner=tuple(table["inner"]),
-        inner_in_memory=table["inner_in_memory"],
-        outside=roles["outside"],
-        own=roles["own"],
-        layer=roles["layer"],
-        bare_extra=tuple(table["bare_extra"]),
-        args=arg_rows(str(path), table["args"]),
-        constants=table["constants"],
-    )
-    for model, spec in _specimens():
-        prove_complete(dialect, model, spec)
-    return dialect
-
-
-def _specimens() -> Iterator[tuple[Model, Spec]]:
-    for name in family_names():
-        for spec in ("te", "local"):
-            for model in specimens(load_family(name)):
-                yield model, spec
-
-
-def prove_complete(dialect: Dialect, model: Model, spec: Spec) -> None:
-    """Check that the dialect stores every part but copies, once, invertibly. Raises FamilyError."""
-    forms: tuple[Experts | None, ...] = (None, "grouped" if spec == "te" else "sequential")
-    for experts in forms:
-        rows = dialect.rows(model, model.facts["vocab"] + 1, KeyForm(spec, experts=experts)).rows
-        prove_invertible(rows, model.shapes)
-        homeless = set(model.shapes) - set(model.copies) - {part for row in rows for part in row.parts}
-        if homeless:
-            raise FamilyError(f"dialects/{dialect.name}.yaml has no row for {min(homeless)!r} of {model.family}")

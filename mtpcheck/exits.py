@@ -75,6 +75,7 @@ def start(app: typer.Typer) -> NoReturn:
     """Run the command line of this process, and end it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack →, a path may be no UTF-8
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each try that fails would be a line, and then our sentence
     signal.signal(signal.SIGTERM, _on_sigterm)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a checkpoint may have thousands of files

@@ -23,7 +23,8 @@ from mtpcheck.family import family_names, load_family
 from mtpcheck.fp8 import Strange
 from mtpcheck.layouts.hf import INDEX, header_entries, read_hf
 from mtpcheck.manifest import Manifest
-from mtpcheck.offset import rounded
+from mtpcheck.normalise import stored_rows
+from mtpcheck.offset import offsets, rounded
 from mtpcheck.progress import Progress
 from mtpcheck.report.finding import Finding, failure, note, warning
 from mtpcheck.rows import factored
@@ -101,7 +102,8 @@ def _write(
     read_hf(folder)  # a manifest may be damaged; what does not open again is not handed over
     if manifest is None:
         findings += _also_meant(tensor_map.family)
-    return [*findings, *rounded(tensor_map), *check_constants(tensor_map), *padding_findings(tensor_map, 0)]
+    by = offsets(stored_rows(source, tensor_map.model)) if tensor_map.held else {}
+    return [*findings, *rounded(tensor_map, by), *check_constants(tensor_map), *padding_findings(tensor_map, 0)]
 
 
 def _also_meant(family: str) -> Iterator[Finding]:

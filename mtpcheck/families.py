@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtpcheck.checks.declaration import mtp_keys
 from mtpcheck.data import configs, load
-from mtpcheck.dialect import load_dialect, prove_complete
+from mtpcheck.dialects import dialect_names, load_dialect, prove_complete
 from mtpcheck.errors import FamilyError, UsageError
 from mtpcheck.family import NOT_BUILT_SO, Family, not_built_so, read_family, specimens
 from mtpcheck.model import load_block
@@ -71,8 +71,9 @@ def _prove(family: Family) -> None:
         if key.rsplit(".", 1)[-1] not in mtp_keys():
             raise FamilyError(f"mtp: declared: {key!r} is none of {', '.join(sorted(mtp_keys()))} (mtp_keys.yaml)")
     for model in specimens(family):
-        prove_complete(load_dialect(), model, "te")
-        prove_complete(load_dialect(), model, "local")
+        for dialect in map(load_dialect, dialect_names()):
+            prove_complete(dialect, model, "te")
+            prove_complete(dialect, model, "local")
 
 
 def _with_file(path: Path, sentence: str) -> str:

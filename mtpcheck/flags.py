@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from mtpcheck.errors import UsageError
+
+if TYPE_CHECKING:
+    from mtpcheck.megatron import Options
 
 
 class Layout(StrEnum):
@@ -79,6 +84,13 @@ Family = Annotated[
     str | None,
     typer.Option(metavar="NAME|FILE", help="Model family, if it cannot be told from the checkpoint, or its YAML file."),
 ]
+Dialect = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Whose order Megatron's tensors stand in: core, mcore-bridge. By default what keys tell, else core.",
+    ),
+]
 SpecOption = Annotated[Spec, typer.Option(help="Megatron layer spec to write for.")]
 Multiple = Annotated[int, typer.Option(min=1, help="Pad the vocabulary to a multiple of this.")]
 McoreOption = Annotated[Mcore, typer.Option(help="Write the common state as this megatron-core does.")]
@@ -146,3 +158,27 @@ Workloads = Annotated[
 ]  # fmt: skip
 NoAcceptance = Annotated[bool, typer.Option("--no-acceptance", help="Do not run the draft probe; the report says so.")]
 ExitZero = Annotated[bool, typer.Option("--exit-zero", help="Report failures without failing (exit 0 instead of 1).")]
+
+
+def options_of(
+    spec: Spec,
+    multiple: int,
+    mcore: Mcore,
+    ranks: tuple[Any, ...],
+    experts: Experts | None,
+    layout: str | None,
+    fp8: Literal["dequantize", "keep", "requantize"],
+    text_only: bool,
+    dialect: str | None,
+) -> Options:
+    """Options from flags. Raises UsageError for flags that a layout without ranks would ignore."""
+    from mtpcheck.megatron import Options
+    from mtpcheck.topology import Topology
+
+    tp, pp, vpp, ep, etp, first, last, pipeline = ranks
+    topology = Topology(tp, pp, vpp, ep, tp if etp is None else etp, first, last, pipeline)
+    if layout != "torch" and (topology != Topology() or experts):
+        raise UsageError("--tp, --pp, --experts and the like tell how to write rank files: add --to or --via torch")
+    return Options(
+        spec.value, multiple, mcore.value, topology, experts.value if experts else None, fp8, text_only, dialect
+    )

@@ -37,7 +37,7 @@ from mtpcheck.report.report import Cases, Report
 from mtpcheck.settings import Case, Settings
 from mtpcheck.target import check_target, new_folder
 from mtpcheck.tensormap import TensorMap, read_tensor_map
-from mtpcheck.verify import layout_of, require_mtp, summary, verify
+from mtpcheck.verify import dialects_of, layout_of, require_mtp, summary, verify
 from mtpcheck.watch import changes, snapshot
 
 _RESULT = {"to_megatron": "megatron", "to_hf": "hf"}
@@ -136,8 +136,9 @@ class _Run:
     def _judge(self, alive: Alive) -> None:
         tensor_map = self._prepare()
         made = self._through(self.perturbed, self.folder, tensor_map, alive)
-        layouts = [layout_of(open_checkpoint(folder)) for folder in made.values()]
-        self.report.summary = summary(open_checkpoint(self.perturbed), tensor_map, *layouts)
+        opened = [open_checkpoint(folder, dialect=self.case.dialect) for folder in made.values()]
+        self.report.dialects = dialects_of(*opened)
+        self.report.summary = summary(open_checkpoint(self.perturbed), tensor_map, *map(layout_of, opened))
         for way, folder in made.items():
             self._hold(way, self.perturbed, folder)
         if not self.acceptance:
@@ -162,6 +163,8 @@ class _Run:
         (self.folder / "unperturbed").mkdir()
         copy_checkpoint(opened, self.original)
         changed = perturb(self.original, self.perturbed, tensor_map.family, self.case.seed)
+        if self.source.parent.name == "snapshots":
+            self.report.notes.append(f"{self.case.source} is commit {self.source.name}")
         self.report.notes.append(f"{len(changed):,} of {len(opened.tensors):,} tensors were perturbed")
         return tensor_map
 
@@ -173,9 +176,8 @@ class _Run:
         findings: list[Finding] = []
         if self.case.to_megatron is None:
             with self.judging:
-                convert(
-                    src, into / "megatron", self.case.layout, tensor_map.family, Options(topology=self.case.topology)
-                )
+                options = Options(topology=self.case.topology, dialect=self.case.dialect)
+                convert(src, into / "megatron", self.case.layout, tensor_map.family, options)
             src = into / "megatron"
         for way, command in self.case.commands.items():
             dst = into / _RESULT[way]
@@ -230,10 +232,10 @@ class _Run:
         """Hold a result against a source; known differences are accepted, what is left is the case's."""
         family = self.report.family
         with self.judging:
-            judged = verify(reference, candidate, family, probing=probing)
+            judged = verify(reference, candidate, family, probing=probing, dialect=self.case.dialect)
             if reference == self.perturbed:
                 judged.findings = with_back_filled(
-                    judged.findings, str(reference), str(self.original), str(candidate), family
+                    judged.findings, str(reference), str(self.original), str(candidate), family, self.case.dialect
                 )
             self.known.accept(judged)
         if probing is not None and judged.acceptance and judged.acceptance[0].verdict.alive is False:

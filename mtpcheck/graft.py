@@ -25,8 +25,8 @@ from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.exclusions import redeclare
 from mtpcheck.facts import store
 from mtpcheck.family import load_family
-from mtpcheck.fetch import fetched
-from mtpcheck.hub import is_repo
+from mtpcheck.fetch import fetched, is_remote
+from mtpcheck.hub import short_name
 from mtpcheck.layouts.folder import Folder, new_index, write_folder
 from mtpcheck.layouts.hf import INDEX, SINGLE
 from mtpcheck.mtp_head import (
@@ -69,9 +69,11 @@ def graft(
     target = Path(out) if out is not None else _beside(broken, "grafted")
     for source in (broken, donor):
         check_target(Path(source), target)
+    stock = _without_head(open_hf(broken), family)
     head = read_head(donor, family, show_progress)
-    stock = _without_head(fetched(open_hf(broken), show_progress), family)
     check_fit(head, stock)
+    if is_remote(stock.checkpoint):
+        stock = _read(fetched(stock.checkpoint, show_progress), family)
     tensors, findings = _tensors_for(head, stock)
     folder = _grafted(head, stock, tensors)
     check_space(target.parent, folder.nbytes)
@@ -114,10 +116,7 @@ def extract(
 
 
 def _beside(path: str | Path, what: str) -> Path:
-    path = Path(path)
-    if not path.exists() and is_repo(str(path)):  # of the Hub: here
-        path = Path(path.name.partition("@")[0])
-    whole = path.resolve()
+    whole = Path(path if Path(path).exists() else short_name(str(path))).resolve()  # of a repository: here
     if not whole.name:
         raise UsageError(f"{path}: nothing can lie beside it; name the new folder with --out")
     return whole.with_name(f"{whole.name}-{what}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from mtpcheck.checkpoint import Checkpoint, open_checkpoint
 from mtpcheck.checks.declaration import check_count, declared_keys
+from mtpcheck.normalise import alike_dialects
 from mtpcheck.report.finding import Finding
 from mtpcheck.rows import flat
 from mtpcheck.tensormap import TensorMap, is_mtp, read_tensor_map
@@ -33,6 +34,10 @@ class Inspection:
     layout: str
     topology: str
     fsdp: bool
+    dialect: str
+    """The one that Megatron tensors are read in; empty of an HF checkpoint."""
+    dialect_alike: list[str]
+    """Others that have the same names and shapes for other bytes, and so might be meant."""
     family: str
     tensors: int
     nbytes: int
@@ -81,9 +86,11 @@ def _files(checkpoint: Checkpoint) -> set[str]:
     return {box.source.name for ref in checkpoint.tensors.values() for box in ref.plan.boxes if box.source}
 
 
-def inspect(path: str | Path, family: str | None = None, iteration: int | None = None) -> Inspection:
+def inspect(
+    path: str | Path, family: str | None = None, iteration: int | None = None, dialect: str | None = None
+) -> Inspection:
     """Open a checkpoint and account for its tensors without reading any. Raises MtpcheckError as opening does."""
-    checkpoint = open_checkpoint(path, iteration)
+    checkpoint = open_checkpoint(path, iteration, dialect)
     tensor_map = read_tensor_map(checkpoint, family)
     if checkpoint.config is not None:
         declared_by = declared_keys(checkpoint.config)
@@ -97,6 +104,8 @@ def inspect(path: str | Path, family: str | None = None, iteration: int | None =
         layout=checkpoint.layout,
         topology=str(checkpoint.ranks.ranks.topology) if checkpoint.ranks else "",
         fsdp=checkpoint.fsdp,
+        dialect="" if checkpoint.layout == "hf" else checkpoint.dialect,
+        dialect_alike=alike_dialects(checkpoint, tensor_map.model),
         family=tensor_map.family,
         tensors=len(checkpoint.tensors),
         nbytes=checkpoint.nbytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,8 @@ from typing import Any, Literal
 from mtpcheck.checkpoint import Checkpoint, Layout
 from mtpcheck.compare import differs
 from mtpcheck.deal import Dealer
-from mtpcheck.dialect import KeyForm, Mcore, Spelling, load_dialect
+from mtpcheck.dialect import Dialect, KeyForm, Mcore, Spelling
+from mtpcheck.dialects import CORE, load_dialect
 from mtpcheck.dtypes import joinable, rounded_by_megatron
 from mtpcheck.encoding import as_codes, aside_of
 from mtpcheck.errors import UnsupportedError, UsageError
@@ -45,6 +46,18 @@ class Options:
     fp8: Fp8 = "dequantize"
     text_only: bool = False
     """Carry tensors of no text model beside Megatron, which has no place for them, in place of refusing."""
+    dialect: str | None = None
+    """The one that Megatron tensors are read and written in; by default that of the source, if it is Megatron's and its
+    keys tell, else megatron-core's."""
+
+    def for_source(self, source: Checkpoint) -> Options:
+        """What holds for a source that was opened with these options."""
+        return replace(self, dialect=self.dialect or source.dialect)
+
+    @property
+    def spoken(self) -> Dialect:
+        """The dialect itself. Raises UsageError if there is none of its name."""
+        return load_dialect(self.dialect or CORE)
 
     def padded_vocab(self, vocab: int, layout: Layout) -> int:
         """Megatron pads the vocabulary to a multiple of ``vocab_multiple`` × TP."""
@@ -63,7 +76,7 @@ def dealer(tensor_map: TensorMap, options: Options) -> Dealer:
         raise UsageError("legacy grouped experts exist in the local layer spec alone (--spec local)")
     form = KeyForm(options.spec, options.mcore, experts=options.expert_form)
     padded = options.padded_vocab(tensor_map.facts["vocab"], "torch")
-    return Dealer(tensor_map, options.topology, load_dialect(), form, padded)
+    return Dealer(tensor_map, options.topology, options.spoken, form, padded)
 
 
 def load_writers(*layouts: Layout) -> None:
@@ -144,7 +157,7 @@ def rows_of(tensor_map: TensorMap, layout: Layout, options: Options) -> Spelling
     """Rows of the checkpoint that will be written."""
     padded = options.padded_vocab(tensor_map.facts["vocab"], layout)
     experts = options.expert_form if layout == "torch" else None
-    return load_dialect().rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore, experts=experts))
+    return options.spoken.rows(tensor_map.model, padded, KeyForm(options.spec, options.mcore, experts=experts))
 
 
 def held_by_megatron(tensor_map: TensorMap, layout: Layout, options: Options) -> TensorMap:
@@ -192,7 +205,7 @@ def _aside(source: Checkpoint, tensor_map: TensorMap, options: Options) -> Itera
     yield _Aside("quantization.aside", what, coded)
     if source.hf is None:  # what it cannot hold was kept before
         return
-    rows, dialect = rows_of(tensor_map, "torch_dist", options).rows, load_dialect()
+    rows, dialect = rows_of(tensor_map, "torch_dist", options).rows, options.spoken
     fp32 = {part for row in rows
             if (role := dialect.address(row.name).role) and role.fp32 for part in row.parts}  # fmt: skip
     wide, near = sorted(rounded_by_megatron(tensor_map, fp32)), inexact(tensor_map, offsets(rows))
@@ -235,7 +248,7 @@ def _args(
     source: Checkpoint, tensor_map: TensorMap, layout: Layout, options: Options
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Arguments of the result: those of a Megatron source that are plain values, and all that follow from the model."""
-    dialect, findings = load_dialect(), list[Finding]()
+    dialect, findings = options.spoken, list[Finding]()
     before = source.args or {}
     kept = {key: value for key, value in before.items() if _is_plain(value)}
     facts = tensor_map.facts

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.checks.declaration import check_own_config
 from mtpcheck.claim import claim, claim_hf
-from mtpcheck.dialect import EMBEDDING, KeyForm, load_dialect
+from mtpcheck.dialect import EMBEDDING, KeyForm
+from mtpcheck.dialects import load_dialect, others
 from mtpcheck.encoding import decode_parts
 from mtpcheck.errors import FamilyError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import ConfigRow, default_of, facts_from_args, facts_from_config
@@ -70,7 +71,7 @@ def _from_hf(checkpoint: Checkpoint, family: Family) -> TensorMap:
 
 
 def _from_megatron(checkpoint: Checkpoint, family: Family) -> TensorMap:
-    dialect = load_dialect()
+    dialect = load_dialect(checkpoint.dialect)
     if checkpoint.args is None:
         raise UnsupportedError(f"{checkpoint.folder}: no training arguments are stored; they are needed to read it")
     facts = facts_from_args(dialect.args, checkpoint.args)
@@ -107,7 +108,21 @@ def _embedding_rows(checkpoint: Checkpoint) -> int:
 def stored_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
     """Rows of ``model`` in the form that this Megatron checkpoint has."""
     padded = max(_embedding_rows(checkpoint), model.facts["vocab"])
-    return load_dialect().rows(model, padded, KeyForm(stored=checkpoint.tensors.keys())).rows
+    return load_dialect(checkpoint.dialect).rows(model, padded, KeyForm(stored=checkpoint.tensors.keys())).rows
+
+
+def alike_dialects(checkpoint: Checkpoint, model: Model) -> list[str]:
+    """Dialects that give names and shapes of a Megatron checkpoint other bytes than the one it is read in, so that
+    only a comparison can tell which one it is in. None where its keys tell."""
+    if checkpoint.layout == "hf" or checkpoint.told_dialect:
+        return []
+    shapes = {name: ref.shape for name, ref in checkpoint.tensors.items()}
+    found = []
+    for name in others(model, checkpoint.dialect):
+        rows = set(stored_rows(replace(checkpoint, dialect=name), model)) - set(stored_rows(checkpoint, model))
+        if all(shapes.get(row.name) == row.shape(model.shapes) for row in rows):
+            found.append(name)
+    return found
 
 
 def read_like(checkpoint: Checkpoint, reference: TensorMap) -> TensorMap:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.compare import differs
-from mtpcheck.dialect import load_dialect
 from mtpcheck.dtypes import NARROW, WIDE, cast, cast_values
 from mtpcheck.move import by_rows, bytes_of
 from mtpcheck.plan import Plan
@@ -94,9 +93,7 @@ def _added(ref: TensorRef, by: int, kept: TensorRef | None = None) -> TensorRef:
 
 def offsets(rows: Iterable[Row]) -> dict[str, int]:
     """Part → what a Megatron checkpoint of these rows adds to it; parts that it holds as they are are left out."""
-    dialect = load_dialect()
-    roles = ((row, dialect.address(row.name).role) for row in rows)
-    return {part: role.offset for row, role in roles if role and role.offset for part in row.parts}
+    return {part: row.offset for row in rows if row.offset for part in row.parts}
 
 
 def from_megatron(tensor_map: TensorMap, by: Mapping[str, int], aside: Mapping[str, TensorRef]) -> TensorMap:
@@ -132,9 +129,10 @@ def inexact(tensor_map: TensorMap, by: Mapping[str, int]) -> list[str]:
     ]
 
 
-def rounded(tensor_map: TensorMap) -> Iterator[Finding]:
-    """Parts that lost something of what Megatron holds, where it is nearer to one than their dtype can tell."""
-    by = offsets(Row(tensor_map.names[part], (part,)) for part in tensor_map.held)
+def rounded(tensor_map: TensorMap, by: Mapping[str, int]) -> Iterator[Finding]:
+    """Parts that lost something of what Megatron holds, where it is nearer to one than their dtype can tell.
+
+    ``by``: what Megatron adds to each."""
     for part, ref in tensor_map.held.items():
         if differs(ref, cast(_added(tensor_map.parts[part], by[part]), ref.dtype)):
             what = f"is a distance from one in Megatron, finer than {tensor_map.parts[part].dtype} can tell the sum"

@@ -20,7 +20,8 @@ from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.declaration import check_count
 from mtpcheck.comparison import declaration
 from mtpcheck.convert import check_convertible, check_not_lost, check_text, other_layout
-from mtpcheck.dialect import KeyForm, load_dialect
+from mtpcheck.dialect import KeyForm
+from mtpcheck.dialects import load_dialect
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.export import derived_config
 from mtpcheck.facts import args_from_facts, facts_from_args
@@ -37,7 +38,7 @@ from mtpcheck.report.report import Report, of_group
 from mtpcheck.roundtrip import space_needed
 from mtpcheck.rows import Row
 from mtpcheck.tensormap import TensorMap, TensorRef, read_tensor_map
-from mtpcheck.verify import require_mtp, summary
+from mtpcheck.verify import in_words, require_mtp, summary
 
 _PASSES = 6  # read and write there, the same back, one comparison of two sides
 _BYTES_A_SECOND = 1e9  # a plain disk; docs/benchmarks.md has what was measured
@@ -57,12 +58,14 @@ def prove(
     Too little disk in ``workdir`` is a warning here and not an error.
     """
     options = options or Options()
-    a = open_checkpoint(source, iteration)
+    a = open_checkpoint(source, iteration, options.dialect)
+    options = options.for_source(a)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
     middle = via or other_layout(a.layout)
-    told = f"{middle} ({options.topology})" if middle == "torch" else middle
+    told = in_words(middle, str(options.topology) if middle == "torch" else "", options.dialect)
     report = Report("roundtrip --plan", [str(a.path)], a_map.family, summary(a, a_map, told, a.layout))
+    report.dialects = [options.spoken.name]
     try:
         check_convertible(a, a_map)
         check_not_lost(a, a_map)
@@ -110,7 +113,7 @@ class _Dealt:
 
 def _in_between(held: TensorMap, options: Options, middle: Layout) -> tuple[list[Row], Mapping[str, TensorRef] | None]:
     """Rows of the checkpoint in between, and its tensors where ranks hold shares of them."""
-    dialect, model = load_dialect(), held.model
+    dialect, model = options.spoken, held.model
     if middle == "hf":
         return model.rows, None
     if middle == "torch_dist":

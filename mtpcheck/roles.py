@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from mtpcheck.cut import Cut
@@ -61,6 +62,10 @@ class Role:
     """What torch_dist, which keeps chained parts apart, puts behind the name of each."""
     offset: int = 0
     """What the stored value is more than the part's: -1 where a gain is kept as its distance from one."""
+    turns: int = 0
+    """How many of the joined parts, from the first on, take turns along the axis."""
+    origin: str = ""
+    """File and name, for messages."""
 
     def spellings(self, spec: Spec) -> list[str]:
         """Names to look for, the one to write first."""
@@ -105,15 +110,17 @@ class Role:
         return found
 
 
-def role(what: str, entry: dict[str, Any]) -> Role:
+def role(path: Path, entry: dict[str, Any]) -> Role:
     """A row of a dialect file. Raises FamilyError for keys that no role has."""
-    check_keys(what, entry, _KEYS)
-    name, stack, shard = entry["name"], entry.get("stack", {}), entry.get("shard")
+    check_keys(str(path), entry, _KEYS)
+    name, stack, shard, join = entry["name"], entry.get("stack", {}), entry.get("shard"), entry.get("join", [])
+    names: Mapping[Spec, str] = name if isinstance(name, dict) else {"te": name, "local": name}
+    in_turn = join[0] if join and isinstance(join[0], list) else []
     return Role(
-        names=name if isinstance(name, dict) else {"te": name, "local": name},
+        names=names,
         in_memory=entry.get("in_memory", {}),
         also=tuple(entry.get("also", ())),
-        parts=tuple(entry.get("join") or entry.get("chain") or [entry["part"]]),
+        parts=tuple([*in_turn, *join[1:]] if in_turn else join or entry.get("chain") or [entry["part"]]),
         axis=entry.get("axis", 0),
         halves=entry.get("halves", False),
         counter=next(iter(stack), ""),
@@ -132,6 +139,8 @@ def role(what: str, entry: dict[str, Any]) -> Role:
         sizes=tuple(entry.get("sizes", ())),
         split=tuple(entry.get("split", ())),
         offset=entry.get("offset", 0),
+        turns=len(in_turn),
+        origin=f"{path.parent.name}/{path.name}: {names['te']}",
     )
 
 

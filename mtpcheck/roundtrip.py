@@ -16,10 +16,10 @@ from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.files import HollowShards, compare_files, names_of
 from mtpcheck.comparison import compare_sides
-from mtpcheck.convert import check_convertible, convert, other_layout
+from mtpcheck.convert import check_before_fetching, check_convertible, convert, other_layout
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import CheckpointFails, UsageError, require_one_of
-from mtpcheck.fetch import fetched
+from mtpcheck.fetch import fetched, is_remote
 from mtpcheck.megatron import Options, dealer, held_by_megatron, load_writers
 from mtpcheck.parallel import JOB, WORKERS, Alive, in_parallel
 from mtpcheck.progress import bar
@@ -29,7 +29,7 @@ from mtpcheck.side import Side
 from mtpcheck.target import check_space
 from mtpcheck.tensormap import TensorMap, read_like, read_tensor_map
 from mtpcheck.topology import Topology
-from mtpcheck.verify import require_mtp, summary
+from mtpcheck.verify import in_words, require_mtp, summary
 
 
 def roundtrip(
@@ -54,30 +54,37 @@ def roundtrip(
     if via is not None:
         require_one_of("via", via, Layout)
     options = options or Options()
-    a = fetched(open_checkpoint(source, iteration), show_progress)
+    a = open_checkpoint(source, iteration, options.dialect)
+    options = options.for_source(a)
     a_map = read_tensor_map(a, family)
     middle = via or other_layout(a.layout)
     if middle == a.layout == "hf":
         raise UsageError(f"{source}: is an HF checkpoint; --via takes a Megatron layout")
-    told = f"{middle} ({options.topology})" if middle == "torch" else middle
+    told = in_words(middle, str(options.topology) if middle == "torch" else "", options.dialect)
     report = Report("roundtrip", [str(a.path)], a_map.family, summary(a, a_map, told, a.layout))
+    report.dialects = [options.spoken.name]
     load_writers(middle, a.layout)
     try:
-        check_convertible(a, a_map)
+        (check_before_fetching if is_remote(a) else check_convertible)(a, a_map)
         require_mtp(a, a_map, allow_no_mtp)
         with _workspace(a.folder, workdir, keep) as folder:
+            if is_remote(a):
+                a = fetched(a, show_progress)
+                a_map = read_tensor_map(a, family)
+                check_convertible(a, a_map)
+                source = a.folder  # what lies here needs the Hub no longer
             held = held_by_megatron(a_map, middle, options) if middle != "hf" else a_map
             size = dealer(held, options).nbytes if middle == "torch" else held.nbytes
             check_space(folder, space_needed(a, keep is not None, size))
             there, back = folder / middle, folder / (a.layout if a.layout != middle else f"{a.layout}-back")
             with bar("there", a_map.nbytes, show_progress) as progress:
-                out = convert(a.path, there, middle, a_map.family, options, progress=progress, iteration=iteration)
+                out = convert(source, there, middle, a_map.family, options, progress=progress, iteration=iteration)
             with bar("back", (1 if a.hf is None or keep else 2) * a_map.nbytes, show_progress) as progress:
                 shards = HollowShards(a.folder, progress) if a.hf is not None and keep is None else None
                 again = _same_form(a, a_map, options)
                 home = convert(there, back, a.layout, a_map.family, again, progress=progress, written=shards)
             identical = shards.identical if shards else set()
-            sides = Side(a, a_map), _reopen(there, a_map), _reopen(back, a_map)
+            sides = Side(a, a_map), _reopen(there, a_map, options), _reopen(back, a_map, options)
             _judge(report, *sides, identical, show_progress)
             report.include((*out.findings, *home.findings))
             if probing is not None and not a_map.facts["mtp_stored"]:
@@ -138,8 +145,8 @@ def _same_form(a: Checkpoint, a_map: TensorMap, options: Options) -> Options:
     return replace(options, topology=topology) if a.ranks is not None else options
 
 
-def _reopen(folder: Path, source: TensorMap) -> Side:
-    opened = open_checkpoint(folder)
+def _reopen(folder: Path, source: TensorMap, options: Options) -> Side:
+    opened = open_checkpoint(folder, dialect=options.dialect)
     return Side(opened, read_like(opened, source))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from mtpcheck.box import Shape
@@ -36,7 +37,8 @@ class Row:
     ``parts`` are ordered with the stack indices outermost; each group of ``len(parts) / prod(stack)`` parts is
     joined along ``axis`` of their factored shape. ``pad`` is the number of rows the first axis is padded to
     with zeros. ``chained`` parts are laid end to end along a stored axis, factors multiplied out before, so their
-    factors need not agree. ``origin`` is the file and row of the table, for messages.
+    factors need not agree. The first ``turns`` parts of a group, of one shape, take turns along ``axis``. ``offset`` is
+    what the stored value is more than the part's. ``origin`` is the file and row of the table, for messages.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Row:
     stack: Shape = ()
     pad: int | None = None
     chained: bool = False
+    turns: int = 0
+    offset: int = 0
     origin: str = ""
 
     @property
@@ -91,7 +95,7 @@ class Row:
         chunks = []
         for group in self.groups():
             own = [plans[part].reshape(factored(self._axes(shapes[part]))) for part in group]
-            chunk = concat(own, self.axis).reshape(inner)
+            chunk = concat(self._woven(own), self.axis).reshape(inner)
             if self.pad is not None:
                 pieces, missing = [chunk], self.pad - inner[0]
                 if beyond := (padding or {}).get(group[0]):
@@ -100,6 +104,24 @@ class Row:
                 chunk = concat([*pieces, Plan.zeros((missing, *inner[1:]), chunk.itemsize)], 0)
             chunks.append(chunk)
         return chunks
+
+    def _woven(self, plans: list[Plan]) -> list[Plan]:
+        """Those that take turns as one: what follows ``axis`` holds a piece of each, and becomes part of it."""
+        if not self.turns:
+            return plans
+        first, rest = plans[: self.turns], plans[self.turns :]
+        shape = list(first[0].shape)
+        shape[self.axis] *= self.turns
+        return [concat(first, self.axis + 1).reshape(shape), *rest]
+
+    def _unwoven(self, woven: Plan) -> list[Plan]:
+        """The inverse of ``_woven``."""
+        shape = list(woven.shape)
+        shape[self.axis] //= self.turns
+        each = shape[self.axis + 1]
+        shape[self.axis + 1] *= self.turns
+        whole = woven.reshape(shape)
+        return [whole.slice(self.axis + 1, i * each, (i + 1) * each) for i in range(self.turns)]
 
     def join(
         self, plans: Mapping[str, Plan], shapes: Mapping[str, PartShape], padding: Mapping[str, Plan] | None = None
@@ -120,12 +142,15 @@ class Row:
             if self.pad is not None:
                 chunk = chunk.slice(0, 0, self._group_shape(shapes)[0])
             whole = chunk.reshape(factored(self._joined_shape(shapes, group)))
-            start = 0
-            for part in group:
-                n = factored(self._axes(shapes[part]))[self.axis]
-                own = whole.slice(self.axis, start, start + n)
-                parts[part] = own.reshape(factored(shapes[part])).normalise()
-                start += n
+            lengths = [factored(self._axes(shapes[part]))[self.axis] for part in group]
+            if self.turns:
+                lengths = [sum(lengths[: self.turns]), *lengths[self.turns :]]
+            ends = list(accumulate(lengths))
+            own = [whole.slice(self.axis, end - n, end) for n, end in zip(lengths, ends, strict=True)]
+            if self.turns:
+                own = [*self._unwoven(own[0]), *own[1:]]
+            for part, plan in zip(group, own, strict=True):
+                parts[part] = plan.reshape(factored(shapes[part])).normalise()
         return parts
 
 

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mtpcheck.commands import Command, read_command
+from mtpcheck.dialects import dialect_names
 from mtpcheck.errors import UsageError
+from mtpcheck.hub import short_name
 from mtpcheck.located import Table, read_toml, read_yaml
 from mtpcheck.report.report import check_table
 from mtpcheck.topology import Topology
@@ -35,7 +37,7 @@ SECTION = ("tool", "mtpcheck")
 MegatronLayout = Literal["torch_dist", "torch"]
 
 _SIZES = ("tp", "pp", "vpp", "ep", "etp")
-_SHARED = {"family", "to_megatron", "to_hf", "layout", "timeout", "cwd", "acceptance", "seed", *_SIZES}
+_SHARED = {"family", "dialect", "to_megatron", "to_hf", "layout", "timeout", "cwd", "acceptance", "seed", *_SIZES}
 _KEYS = {
     "": {"gate", "accept"},
     "gate": {"cases", *_SHARED},
@@ -56,6 +58,8 @@ class Case:
     to_megatron: Command | None
     to_hf: Command | None
     family: str | None = None
+    dialect: str | None = None
+    """The one that Megatron tensors are in; by default what keys tell, else megatron-core's."""
     layout: MegatronLayout = "torch_dist"
     """Of the Megatron input that mtpcheck makes where only the way back is under test."""
     topology: Topology = field(default_factory=Topology)
@@ -152,7 +156,7 @@ def _case(own: Table, gate: Table, folder: Path) -> Case:
     if "source" not in own.values:
         raise UsageError(f"{own.where}: source is missing: the name of a fixture, or a folder")
     source = _text(own, "source")
-    name = _text(own, "name", Path(source).name or "case")
+    name = _text(own, "name", short_name(source) or "case")
     if not name or name.startswith(".") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
         raise UsageError(f"{own.at('name')}: name {name!r} cannot be that of a folder; give another")
 
@@ -180,6 +184,7 @@ def _case(own: Table, gate: Table, folder: Path) -> Case:
         to_megatron=command("to_megatron"),
         to_hf=command("to_hf"),
         family=_text(given("family"), "family", "") or None,
+        dialect=_dialect(given("dialect")),
         layout="torch" if layout == "torch" else "torch_dist",
         topology=Topology(tp, pp, vpp, ep, etp),
         timeout=_seconds(given("timeout")),
@@ -189,6 +194,13 @@ def _case(own: Table, gate: Table, folder: Path) -> Case:
     if not case.commands:
         raise UsageError(f"{own.where}: neither to_megatron nor to_hf says what to run; give one, or both")
     return case
+
+
+def _dialect(table: Table) -> str | None:
+    name = _text(table, "dialect", "") or None
+    if name and name not in dialect_names():
+        raise UsageError(f"{table.at('dialect')}: dialect is {name!r}, expected {' or '.join(dialect_names())}")
+    return name
 
 
 def _accepted(table: Table) -> Accepted:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mtpcheck.checkpoint import Checkpoint, open_checkpoint
+from mtpcheck.checkpoint import Checkpoint, Layout, open_checkpoint
 from mtpcheck.checks.acceptance import judge_acceptance
 from mtpcheck.checks.changed import compare_changed
 from mtpcheck.checks.changed import describe as describe_components
-from mtpcheck.checks.checksums import add_checksums
+from mtpcheck.checks.checksums import add_checksums, require_checksums
 from mtpcheck.comparison import add_declaration, add_structure, add_topology, compare_sides, maps_of, presence
 from mtpcheck.diagnosis import diagnose
+from mtpcheck.dialects import CORE
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import UnsupportedError, UsageError, require_one_of
 from mtpcheck.fetch import fetched, is_remote
@@ -35,6 +36,7 @@ def verify(
     show_progress: bool = False,
     iteration: int | None = None,
     probing: Probing | None = None,
+    dialect: str | None = None,
 ) -> Report:
     """Hold ``candidate`` against ``reference``.
 
@@ -42,22 +44,26 @@ def verify(
     for bit; "changed" (the candidate was trained on), where everything but the bits must hold, and the report tells
     what moved; "headers", which reads no weights; "sha256", which goes by headers and the Hub's checksums of files. By
     default it is exact, and headers where a side is a repository on the Hub, of which the first two fetch all weights.
-    ``iteration`` chooses one of every side that is a Megatron root. With ``probing`` both are run as well.
+    ``iteration`` chooses one of every side that is a Megatron root, ``dialect`` the one that
+    Megatron tensors of either side are read in. With ``probing`` both are run as well.
     Raises MtpcheckError where it cannot judge: unreadable input, unknown family, a reference without MTP layers.
     """
     if values is not None:
         require_one_of("values", values, Values)
-    a, b = open_checkpoint(reference, iteration), open_checkpoint(candidate, iteration)
+    a, b = (open_checkpoint(path, iteration, dialect) for path in (reference, candidate))
     values = values or ("headers" if is_remote(a) or is_remote(b) else "exact")
     by_headers = values in ("headers", "sha256")
     if by_headers and probing is not None:
         raise UsageError("a model that is to draft has to be read: --values exact fetches what is on the Hub")
+    if values == "sha256":
+        require_checksums(a, b, only_mtp)
     a_map = read_tensor_map(a, family)
     require_mtp(a, a_map, allow_no_mtp)
     if not by_headers:
         a, b = fetched(a, show_progress), fetched(b, show_progress)
         a_map = read_tensor_map(a, family)
     report = Report("verify", [str(a.path), str(b.path)], a_map.family, summary(a, a_map, layout_of(b)))
+    report.dialects = dialects_of(a, b)
     sides = Side(a, a_map, not by_headers), Side(b, read_like(b, a_map), not by_headers)
     _require_values(sides, values)
     if values == "changed":
@@ -65,7 +71,7 @@ def verify(
     else:
         compare_sides(report, *sides, only_mtp, show_progress, blame_source=False)
     if values == "sha256":
-        add_checksums(report, a, b, show_progress)
+        add_checksums(report, *sides, show_progress)
     if b.layout == "hf":
         report.skip("files", "tokenizer and other files were not looked at")
     if probing is None:
@@ -91,10 +97,21 @@ def summary(checkpoint: Checkpoint, tensor_map: TensorMap, *via: str) -> str:
 
 
 def layout_of(checkpoint: Checkpoint) -> str:
-    """The layout, with the topology of rank files."""
+    """The layout, with the topology of rank files, and the dialect if it is not megatron-core's."""
     ranks = checkpoint.ranks
     beside = str(ranks.ranks.topology) if ranks else "Megatron-FSDP" if checkpoint.fsdp else ""
-    return f"{checkpoint.layout} ({beside})" if beside else checkpoint.layout
+    return in_words(checkpoint.layout, beside, checkpoint.dialect)
+
+
+def in_words(layout: Layout, beside: str, dialect: str | None) -> str:
+    """A layout, what there is to say of it, and its dialect if that is not megatron-core's."""
+    told = ", ".join(filter(None, (beside, dialect if layout != "hf" and dialect != CORE else "")))
+    return f"{layout} ({told})" if told else layout
+
+
+def dialects_of(*checkpoints: Checkpoint) -> list[str]:
+    """Dialects that the Megatron ones among some checkpoints are read in, each once."""
+    return list(dict.fromkeys(own.dialect for own in checkpoints if own.layout != "hf"))
 
 
 def require_mtp(checkpoint: Checkpoint, tensor_map: TensorMap, allow_none: bool) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mtpcheck import data, dialect, family, model
-from mtpcheck.dialect import load_dialect, prove_complete
+from mtpcheck import data, dialect, dialects, family, model
+from mtpcheck.dialects import dialect_names, load_dialect, prove_complete, read_dialect
 from mtpcheck.errors import FamilyError, UnsupportedError
 from mtpcheck.expr import evaluate, expand
 from mtpcheck.facts import args_from_facts, config_from_facts, facts_from_args, facts_from_config
@@ -25,11 +25,11 @@ def own_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     shutil.copytree(data.configs(), folder)
 
     def clear() -> None:
-        for cached in (load_block, load_family, load_dialect, family_names):
+        for cached in (load_block, load_family, read_dialect, load_dialect, dialect_names, family_names):
             cached.cache_clear()
 
     clear()
-    for module in (data, family, model, dialect):
+    for module in (data, family, model, dialects):
         monkeypatch.setattr(module, "configs", lambda: folder)
 
     def edit(name: str, change: Any) -> None:
@@ -46,7 +46,8 @@ def own_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_every_family_is_complete_in_every_spec(name: str, spec: dialect.Spec) -> None:
     for specimen in specimens(load_family(name)):
-        prove_complete(load_dialect(), specimen, spec)
+        for one in dialect_names():
+            prove_complete(load_dialect(one), specimen, spec)
 
 
 NORM, Q_PROJ = "input_layernorm.weight", "self_attn.q_proj.weight"

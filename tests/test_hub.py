@@ -223,7 +223,7 @@ def test_shards_with_other_headers_cannot_be_judged_by_checksums(hub: Hub, copy_
     report = verify(copy, "org/glm", values="sha256")
     assert report.verdict == "could not judge" and not report.findings
     told = next(check.detail for check in report.checks if check.group == "values")
-    assert told.startswith("model-00002-of-00003.safetensors has no counterpart with the same header")
+    assert told.startswith("model-00002-of-00003.safetensors: no counterpart with the same header")
     assert verify(copy, "org/glm", values="exact").verdict == "holds"
 
 

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from mtpcheck.checkpoint import Checkpoint
+from mtpcheck.checks.copies import check_tied
+from mtpcheck.checks.head import check_head
 from mtpcheck.errors import UsageError
+from mtpcheck.fetch import is_remote
 from mtpcheck.files import Source
 from mtpcheck.hub import HubTree
 from mtpcheck.layouts.hf import HfFolder
@@ -18,22 +21,35 @@ from mtpcheck.parallel import JOB, Alive, in_parallel
 from mtpcheck.progress import Progress, bar
 from mtpcheck.report.finding import failure
 from mtpcheck.report.report import Report
+from mtpcheck.side import Side
 
 
-def add_checksums(report: Report, a: Checkpoint, b: Checkpoint, show_progress: bool) -> None:
-    """Compare all shards of two HF checkpoints, at least one of which is on the Hub.
-
-    Nothing that was found before is taken back. Where a shard has no counterpart with the same header, its bits could
-    not be judged. Raises UsageError if neither side is on the Hub, or one is no HF checkpoint.
-    """
+def require_checksums(a: Checkpoint, b: Checkpoint, only_mtp: bool) -> None:
+    """Raise UsageError unless both are HF checkpoints and the Hub is there to tell the checksums of one."""
     if a.hf is None or b.hf is None or not any(isinstance(hf.tree, HubTree) for hf in (a.hf, b.hf)):
-        raise UsageError("--sha256 takes two HF checkpoints, one of them on the Hub, which knows its files' checksums")
-    headers = [{shard.file: shard.header for shard in hf.shards} for hf in (a.hf, b.hf)]
+        raise UsageError(
+            "--sha256 takes two HF checkpoints, one of them on the Hub, which knows the checksums of its files and is "
+            "asked for them, so not with HF_HUB_OFFLINE"
+        )
+    if only_mtp:
+        raise UsageError("--only mtp and --sha256: a checksum is one of a whole file; leave one out")
+
+
+def add_checksums(report: Report, a: Side, b: Side, show_progress: bool) -> None:
+    """Compare all shards of two HF checkpoints. Nothing that was found before is taken back.
+
+    What has no counterpart with the same header, or no checksum, could not be judged. Where everything is equal, what
+    the weights of a checkpoint tell by themselves is looked at too, on the side that lies here.
+    """
+    assert a.checkpoint.hf is not None and b.checkpoint.hf is not None
+    both = a.checkpoint.hf, b.checkpoint.hf
+    headers = [{shard.file: shard.header for shard in hf.shards} for hf in both]
     alike = [file for file, header in headers[0].items() if headers[1].get(file) == header]
-    others = sorted({*headers[0], *headers[1]} - set(alike))
-    total = sum(hf.tree.open(file).size for hf in (a.hf, b.hf) for file in alike if not _known(hf, file))
+    without = [file for file in alike if any(_untold(hf, file) for hf in both)]
+    alike = [file for file in alike if file not in without]
+    total = sum(hf.tree.open(file).size for hf in both for file in alike if not isinstance(hf.tree, HubTree))
     with bar("hashing", total, show_progress) as progress:
-        before, after = (_sums(hf, alike, progress) for hf in (a.hf, b.hf))
+        before, after = (_sums(hf, alike, progress) for hf in both)
     found = [
         failure(
             "values.sha256", file, "has other bits, and the same header", expected=before[file], got=after[file],
@@ -41,23 +57,31 @@ def add_checksums(report: Report, a: Checkpoint, b: Checkpoint, show_progress: b
         )
         for file in alike if before[file] != after[file]
     ]  # fmt: skip
-    if found or not others:
-        report.add("values", found, f"SHA-256 of {len(alike):,} shards compared")
-    else:
-        what = f"{others[0]} and {len(others) - 1:,} more shards have" if len(others) > 1 else f"{others[0]} has"
-        report.could_not("values", f"{what} no counterpart with the same header, and no checksum tells; --values exact")
+    left = [*without, *sorted({*headers[0], *headers[1]} - {*alike, *without})]
+    here = next((side for side in (a, b) if not is_remote(side.checkpoint)), None)
+    told = f"SHA-256 of {len(alike):,} shards compared"
+    if here is not None and not found and not left:
+        found += [*check_tied(here.tensor_map), *check_head(here.tensor_map)]
+    elif here is None:
+        told += "; whether a head looks trained was not looked at"
+    if found or not left:
+        report.add("values", found, told)
+    if left:
+        more = f" and {len(left) - 1:,} more shards" if len(left) > 1 else ""
+        what = "no checksum" if without else "no counterpart with the same header"
+        report.could_not("values", f"{left[0]}{more}: {what}, so their bits are not known; --values exact tells")
 
 
-def _known(hf: HfFolder, file: str) -> str | None:
-    return hf.tree.sha256.get(file) if isinstance(hf.tree, HubTree) else None
+def _untold(hf: HfFolder, file: str) -> bool:
+    return isinstance(hf.tree, HubTree) and file not in hf.tree.sha256
 
 
 def _sums(hf: HfFolder, files: list[str], progress: Progress) -> Mapping[str, str]:
     """File → SHA-256: as the Hub tells it, or of what lies here."""
-    found = {file: told for file in files if (told := _known(hf, file))}
-    left = [file for file in files if file not in found]
-    jobs = (partial(_hashed, hf.tree.open(file), progress) for file in left)
-    return found | dict(zip(left, in_parallel(jobs), strict=True))
+    if isinstance(hf.tree, HubTree):
+        return {file: hf.tree.sha256[file] for file in files}
+    jobs = (partial(_hashed, hf.tree.open(file), progress) for file in files)
+    return dict(zip(files, in_parallel(jobs), strict=True))
 
 
 def _hashed(source: Source, progress: Progress, alive: Alive) -> str:

@@ -29,6 +29,8 @@ def check_trunk(donor: Side, broken: Side) -> Iterator[Finding]:
         return
     if is_remote(donor.checkpoint):
         ours, theirs = _start(ours), _start(theirs)
+        what = f"of {len(common)} tensors the beginnings were compared with the donor's on the Hub, and not the rest"
+        yield note("graft.trunk", "trunk", what)
     found = compare_maps(ours, theirs, Silent(), may_widen=True)
     moved = [finding for finding in found if finding.severity is Severity.FAILURE]
     if moved:
@@ -53,7 +55,7 @@ def _start(tensor_map: TensorMap) -> TensorMap:
     """The first rows of every tensor: the rest of a trunk on the Hub would have to be fetched for a warning."""
 
     def rows(ref: TensorRef) -> int:
-        return max(1, min(ref.shape[0], _START * ref.shape[0] // max(ref.nbytes, 1)))
+        return min(ref.shape[0], max(1, _START * ref.shape[0] // max(ref.nbytes, 1)))
 
     parts = tensor_map.parts.items()
     cut = {part: TensorRef(ref.dtype, ref.plan.slice(0, 0, rows(ref))) if ref.shape else ref for part, ref in parts}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mtpcheck.checkpoint import Checkpoint
 from mtpcheck.compare import compare_all
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialects import load_dialect
 from mtpcheck.errors import MtpcheckError
 from mtpcheck.gather import Gathered, Ranks, Reading, gather
 from mtpcheck.progress import Progress, Silent
@@ -87,7 +87,7 @@ def _read(
 ) -> Checkpoint | None:
     """The checkpoint as it reads under a theory; None unless ``parts`` then equal the reference's."""
     try:
-        folder = gather(theory.ranks, load_dialect(), theory.reading, only)
+        folder = gather(theory.ranks, load_dialect(checkpoint.dialect), theory.reading, only)
     except MtpcheckError:
         return None
     strangers = checkpoint.ranks.strangers if checkpoint.ranks else []

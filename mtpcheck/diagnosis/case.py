@@ -8,7 +8,8 @@ from functools import cached_property
 
 from mtpcheck.checks.changed import component_of
 from mtpcheck.diagnosis.same import same
-from mtpcheck.dialect import KeyForm, load_dialect
+from mtpcheck.dialect import KeyForm
+from mtpcheck.dialects import load_dialect
 from mtpcheck.dtypes import NARROW, WIDE, cast
 from mtpcheck.encoding import as_codes
 from mtpcheck.model import Model

@@ -21,6 +21,7 @@ from mtpcheck.diagnosis.numbers import STORED
 from mtpcheck.diagnosis.presence import explain_presence
 from mtpcheck.diagnosis.reordered import reordered
 from mtpcheck.diagnosis.scales import of_scales
+from mtpcheck.diagnosis.spoken import other_dialect
 from mtpcheck.report.finding import Finding
 from mtpcheck.side import Side
 from mtpcheck.tensormap import TensorRef
@@ -106,6 +107,7 @@ def _causes(case: Case, keys: Sequence[str]) -> Told:
     if not keys:
         return {}
     told: Told = {key: cause for key in keys if (cause := constant(case.after[key]))}
+    told |= other_dialect(case, [key for key in keys if key not in told])
     left = [key for key in keys if key not in told]
     index = Index(case, left)
     told |= moved(case, left, index)

@@ -22,6 +22,7 @@ def render(found: Inspection, console: Console) -> None:
     lines = {
         "checkpoint": found.path,
         "layout": found.layout + (f" ({beside})" if beside else ""),
+        "dialect": "; or ".join([found.dialect, *(f"{name}, by names and shapes" for name in found.dialect_alike)]),
         "family": found.family,
         "tensors": f"{found.tensors:,}, {decimal(found.nbytes)} in {found.files:,} file{'s' * (found.files != 1)}",
         "dtypes": ", ".join(f"{dtype} × {count:,}" for dtype, count in found.dtypes.items()),
@@ -37,6 +38,8 @@ def render(found: Inspection, console: Console) -> None:
     if found.passed_over:
         kinds = (f"{count:,} {kind} ({decimal(nbytes)})" for kind, (count, nbytes) in found.passed_over.items())
         lines["passed over"] = ", ".join(kinds)
+    if not found.dialect:
+        del lines["dialect"]
     for name, value in lines.items():
         console.print(Text.assemble((f"{name:<13}", "bold"), printable(value)))
     structure = [finding for finding in found.findings if finding.check.startswith("structure.")]

@@ -24,6 +24,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         **_head(report.command),
         "subjects": report.subjects,
         "family": report.family,
+        "dialects": report.dialects,
         "verdict": report.verdict,
         "checks": [{"group": c.group, "status": c.status, "detail": c.detail} for c in report.checks],
         "counts": {str(s): sum(1 for f in report.findings if f.severity is s) for s in Severity},

@@ -84,6 +84,8 @@ class Report:
     subjects: list[str]
     family: str = ""
     summary: str = ""
+    dialects: list[str] = field(default_factory=list)
+    """Those that Megatron tensors were read or written in, each once; empty where there are none."""
     checks: list[Check] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -1,10 +1,11 @@
 """A converter made of mcore_bridge and megatron-core, as a training script uses them: HF → torch_dist → HF.
 
-    python mcore_bridge_convert.py to-megatron SRC DST [--mtp-from-config]
+    python mcore_bridge_convert.py to-megatron SRC DST [--mtp-from-config | --mtp-layers N]
     python mcore_bridge_convert.py to-hf SRC DST --original HF [--back-fill]
 
 ``--mtp-from-config`` passes the number of MTP layers that config.json declares, which mcore_bridge's own config does
-not take over. ``--back-fill`` is mcore_bridge's ``save_missing_weights``.
+not take over; ``--mtp-layers`` a number where no key declares one. ``--back-fill`` is mcore_bridge's
+``save_missing_weights``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def build(hf: Path, mtp_layers: int | None) -> tuple[Any, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29577", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    told = hf_to_mcore_config(AutoConfig.from_pretrained(hf))
+    source = AutoConfig.from_pretrained(hf)
+    told = hf_to_mcore_config(source)
+    if "linear_attention_freq" in told:  # one layer in four, whatever the config says
+        linear = ",".join(str(int(kind == "linear_attention")) for kind in source.layer_types)
+        told["linear_attention_freq"] = f"[{linear}]"
     config = ModelConfig(
         **told, mtp_num_layers=mtp_layers, params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
@@ -46,14 +51,13 @@ def build(hf: Path, mtp_layers: int | None) -> tuple[Any, Any]:
     return config, model
 
 
-def arguments(config: Any, hf: Path) -> argparse.Namespace:
+def arguments(config: Any, vocab: int) -> argparse.Namespace:
     """What a training script keeps beside the weights: the plain settings of the model under Megatron's names.
 
     mcore_bridge has the share of rotated dimensions in a field of its own and leaves ``rotary_percent`` at one.
     """
     plain = (bool, int, float, str, list, type(None))
     args = {name: value for name, value in vars(config).items() if isinstance(value, plain)}
-    vocab = json.loads((hf / "config.json").read_text())["vocab_size"]
     return argparse.Namespace(
         **{**args, "vocab_size": vocab, "norm_epsilon": config.layernorm_epsilon, "num_experts": config.num_moe_experts,
            "rotary_percent": config.partial_rotary_factor or 1.0,
@@ -69,7 +73,8 @@ def to_megatron(src: Path, dst: Path, mtp_layers: int | None) -> None:
     config, model = build(src, mtp_layers)
     config.bridge.load_weights([model], str(src))
     (dst / ITERATION).mkdir(parents=True)
-    state = {"args": arguments(config, src), "checkpoint_version": 3.0, "iteration": 1}
+    vocab = json.loads((src / "config.json").read_text())["vocab_size"]
+    state = {"args": arguments(config, vocab), "checkpoint_version": 3.0, "iteration": 1}
     dist_checkpointing.save({**state, "model": model.sharded_state_dict()}, str(dst / ITERATION))
     (dst / "latest_checkpointed_iteration.txt").write_text("1")
 
@@ -97,13 +102,14 @@ def main() -> None:
     parser.add_argument("dst", type=Path)
     parser.add_argument("--original", type=Path)
     parser.add_argument("--mtp-from-config", action="store_true")
+    parser.add_argument("--mtp-layers", type=int)
     parser.add_argument("--back-fill", action="store_true")
     given = parser.parse_args()
     if given.direction == "to-hf":
         to_hf(given.src, given.dst, given.original, given.back_fill)
         return
     declared = json.loads((given.src / "config.json").read_text()).get("num_nextn_predict_layers")
-    to_megatron(given.src, given.dst, declared if given.mtp_from_config else None)
+    to_megatron(given.src, given.dst, declared if given.mtp_from_config else given.mtp_layers)
 
 
 if __name__ == "__main__":

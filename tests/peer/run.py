@@ -12,6 +12,7 @@ EXPECTED: dict[str, tuple[str, set[str]]] = {
     "the count of MTP layers is passed": ("holds", set()),
     "as it comes": ("fails", {"presence.missing", "declaration.mtp", "declaration.count"}),
     "as it comes, missing weights filled in": ("fails", {"presence.missing", "declaration.mtp", "values.bits"}),
+    "Qwen3-Next, in its own order": ("fails", {"declaration.config"}),  # ffn_hidden_size, which no layer has
 }
 """Case → verdict, and the checks that fail; where values were filled in, with cause ``back-filled`` alone."""
 
