@@ -66,6 +66,10 @@ class Hub:
     asked: list[Asked] = field(default_factory=list)
     latency: float = 0.0
     ranges: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
+    """In place of those that an answer would have."""
+    revisions: dict[str, str] = field(default_factory=dict)
+    """Further names of the commit → repository."""
     token: str = "hf_right"
     fault: Callable[[str, str], int | str | None] = lambda method, path: None
     sums: dict[tuple[str, int, int], str] = field(default_factory=dict)
@@ -123,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         time.sleep(self.hub.latency)
-        path = unquote(urlsplit(self.path).path)
+        path = urlsplit(self.path).path
         match self.hub.fault(self.command, path):
             case int(status):
                 self._send(status, headers={"Retry-After": "0"})
@@ -136,10 +140,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._file(self.hub.repos[found[1]].files[found[2]])
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/]+)", path)
         found = found or re.fullmatch(r"/([^/]+/[^/]+)/(resolve)/([^/]+)/(.+)", path)
+        found = found and [unquote(part) for part in ("", *found.groups())]
         repo = self.hub.repos.get(found[1]) if found else None
         if found is None or repo is None or (repo.private and self._token() != self.hub.token):
             return self._error(404 if self._token() else 401, "RepoNotFound", "Repository not found")
-        if found[3] not in ("main", repo.commit):
+        if found[3] not in ("main", repo.commit) and self.hub.revisions.get(found[3]) != found[1]:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {found[3]}")
         if found[2] == "resolve":
             return self._resolve(found[1], repo, found[4])
@@ -203,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for key, value in (headers or {}).items():
+        for key, value in {**(headers or {}), **self.hub.headers}.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -21,7 +21,9 @@ from mtpcheck.accept import accept
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
 from mtpcheck.errors import FormatError, HubError, UsageError
+from mtpcheck.fetch import fetched
 from mtpcheck.graft import extract, graft
+from mtpcheck.hub import HubTree
 from mtpcheck.inspect import inspect
 from mtpcheck.layouts.hf import read_hf
 from mtpcheck.proof import prove
@@ -460,9 +462,11 @@ def test_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_download_that_breaks_off(hub: Hub, copy_of: CopyOf, tmp_path: Path) -> None:
+    opened = open_checkpoint("org/glm")  # the headers are there
     hub.fault = lambda method, path: "cut" if method == "GET" and path.endswith("00002-of-00003.safetensors") else None
-    with pytest.raises(HubError):
-        convert("org/glm", tmp_path / "out")
+    with pytest.raises(HubError, match=r"00002-of-00003\.safetensors: .*no whole answer came from"):
+        fetched(opened)
+    assert sum(hub_asked.path.endswith("00002-of-00003.safetensors") for hub_asked in hub.asked if not hub_asked.span)
     assert not (tmp_path / "out").exists()
     hub.fault = lambda method, path: None
     convert("org/glm", tmp_path / "out")
@@ -503,3 +507,142 @@ def test_a_repository_without_safetensors(hub: Hub, tmp_path: Path) -> None:
     hub.repos["org/bin"] = Repo(tmp_path / "repo")
     with pytest.raises(FormatError, match="no safetensors weights"):
         inspect("org/bin")
+
+
+# ---- what a hostile or slow server may do
+
+
+def listing(hub: Hub, monkeypatch: pytest.MonkeyPatch, told: bytes) -> None:
+    monkeypatch.setattr("tests.fake_hub._Handler._info", lambda self, name, repo, blobs: json.loads(told))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"[]", b'{"sha": "main", "siblings": []}', b'{"sha": "../../../x", "siblings": []}', b'{"siblings": []}',
+        b'{"sha": "%s", "siblings": [{"rfilename": "config.json"}]}' % (b"a" * 40),
+        b'{"sha": "%s", "siblings": [{"rfilename": "config.json", "size": -1}]}' % (b"a" * 40),
+        b'{"sha": "%s", "siblings": [{"rfilename": "x", "size": 1, "lfs": {"sha256": "/etc/passwd"}}]}' % (b"a" * 40),
+        b'{"sha": "%s", "siblings": [7]}' % (b"a" * 40),
+    ],
+)  # fmt: skip
+def test_a_listing_that_makes_no_sense(hub: Hub, monkeypatch: pytest.MonkeyPatch, told: bytes) -> None:
+    listing(hub, monkeypatch, told)
+    with pytest.raises(HubError, match=r"org/glm: http.* gives no listing of a repository"):
+        inspect("org/glm")
+
+
+@pytest.mark.parametrize("name", ["../../../../evil", "/tmp/evil", "a/b", ".."])
+def test_an_answer_cannot_name_a_file_outside_the_cache(hub: Hub, tmp_path: Path, name: str) -> None:
+    hub.headers = {"ETag": f'"{name}"', "X-Linked-Etag": f'"{name}"'}
+    with pytest.raises(HubError, match="which is no name for one; refused"):
+        inspect("org/glm")
+    assert not [path for path in tmp_path.rglob("*") if "evil" in path.name]
+
+
+def test_the_hub_cannot_ask_to_wait_for_ever(hub: Hub) -> None:
+    hub.fault = lambda method, path: 429
+    hub.headers = {"Retry-After": "86400"}
+    with pytest.raises(HubError, match=r"limits requests \(429\), and asks to wait 86,400 seconds"):
+        inspect("org/glm")
+
+
+def test_a_server_that_sends_drop_by_drop_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 100_000, 20))
+    monkeypatch.setattr("mtpcheck.hub_client.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("mtpcheck.hub_client._CHUNK", 1000)
+    with pytest.raises(HubError, match="the server sends fewer than 10,000 bytes a second"):
+        inspect("org/glm")
+
+
+def test_more_than_was_asked_for_is_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpcheck.hub._LISTING", 100)
+    with pytest.raises(FormatError, match="org/glm: the server sends more than 100 bytes"):
+        inspect("org/glm")
+
+
+def test_an_answer_in_another_coding_is_refused(hub: Hub) -> None:
+    hub.headers = {"Content-Encoding": "gzip"}
+    with pytest.raises(FormatError, match="the server sent 'gzip' where plain bytes were asked for"):
+        inspect("org/glm")
+
+
+def test_a_file_of_the_cache_that_was_cut_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    convert("org/glm", tmp_path / "a")
+    blob = next((tmp_path / "cache").rglob("model-00002-of-00003.safetensors")).resolve()
+    blob.write_bytes(blob.read_bytes()[:-5])
+    convert("org/glm", tmp_path / "b")
+    assert verify(FIXTURES / GLM, tmp_path / "b").verdict == "holds"
+
+
+def test_an_interrupted_download_ends_at_once(hub: Hub, tmp_path: Path) -> None:
+    class Interrupted:
+        def advance(self, nbytes: int) -> None:
+            raise KeyboardInterrupt
+
+    tree = open_checkpoint("org/glm").hf.tree  # type: ignore[union-attr]
+    assert isinstance(tree, HubTree)
+    with pytest.raises(KeyboardInterrupt):
+        tree.fetch(["model-00001-of-00003.safetensors"], Interrupted())
+    assert tree.missing(["model-00001-of-00003.safetensors"])
+
+
+def test_an_error_is_one_line(hub: Hub, tmp_path: Path) -> None:
+    hub.fault = lambda method, path: 503 if "/api/models/org" in path else None
+    done = run(hub, tmp_path / "cache", "inspect", "org/glm")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
+# ---- refused before anything is fetched
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "org/glm", "EXISTING"],
+        ["convert", "org/glm", "out", "--to", "hf"],
+        ["convert", "org/lost", "out"],
+        ["roundtrip", "org/glm", "--workdir", "nowhere", "--no-acceptance"],
+        ["roundtrip", "org/lost", "--no-acceptance"],
+        ["accept", "org/lost"],
+        ["graft", "org/glm", "--from", "org/glm"],
+        ["verify", "org/lost", "org/glm", "--values", "exact"],
+        ["verify", "LOCAL", "org/glm", "--only", "mtp", "--sha256"],
+    ],
+)
+def test_nothing_is_fetched_for_what_headers_refuse(
+    hub: Hub, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    lost = shutil.copytree(FIXTURES / "minimax_m2", tmp_path / "lost")
+    hub.repos["org/lost"] = Repo(lost)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EXISTING").mkdir()
+    named = [str(FIXTURES / GLM) if word == "LOCAL" else word for word in command]
+    assert cli(*named).code in (1, 2)
+    assert not whole(hub)
+
+
+def test_checksums_are_not_all_of_a_head(hub: Hub, copy_of: CopyOf) -> None:
+    """What the weights of one checkpoint tell by themselves fails it, though both have the same."""
+    dead = unlike(hub, "org/dead", copy_of("qwen3_mtp"))
+    for shard in dead.glob("*.safetensors"):
+        edit_tensors(shard, lambda t: t.update({k: v * 0 for k, v in t.items() if k.startswith("mtp.") and v.ndim > 1}))
+    by_hash, exact = verify(dead, "org/dead", values="sha256"), verify(dead, dead)
+    assert [f.check for f in by_hash.findings] == [f.check for f in exact.findings] and by_hash.findings
+    assert by_hash.verdict == exact.verdict
+
+
+def test_a_shard_without_a_checksum_is_not_judged(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fake_hub.LARGE", set())
+    report = verify(FIXTURES / GLM, "org/glm", values="sha256")
+    assert report.verdict == "could not judge" and not whole(hub)
+
+
+@pytest.mark.parametrize("command", [["graft", "--extract"], ["inspect"]])
+def test_a_revision_with_slashes(
+    hub: Hub, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.revisions["refs/pr/1"] = "org/glm"
+    assert cli(command[0], "org/glm@refs/pr/1", *command[1:]).code == 0
+    assert command[0] == "inspect" or (tmp_path / "glm-mtp").is_dir()
