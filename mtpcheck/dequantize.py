@@ -30,13 +30,16 @@ def widened(scales: F32, wide: int, columns: int) -> F32 | None:
     return np.repeat(scales * np.float32(256), min(wide, columns), axis=1)[:, :columns]
 
 
-def has_nan(codes: U8) -> bool:
-    return bool(codes.size) and (codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F)
+def keep_nan(codes: U8, out: NDArray[np.uint16]) -> None:
+    """Where there is a NaN among ``codes``, put one of its sign into ``out``: arithmetic takes it for 480."""
+    if codes.size and (codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F):
+        at = np.flatnonzero(codes & 0x7F == 0x7F)
+        out.reshape(-1)[at] = (codes.reshape(-1)[at].astype(np.uint16) & 0x80) << 8 | 0x7FC0
 
 
 def multiply(codes: U8, scales: F32, out: NDArray[np.uint16]) -> None:
-    """Fill ``out`` with the values of ``codes`` [rows, columns], none of them NaN, of one row of blocks; ``scales``
-    [columns] as ``widened`` gives them."""
+    """Fill ``out`` with the values of ``codes`` [rows, columns] of one row of blocks; ``scales`` [columns] as
+    ``widened`` gives them."""
     import torch
 
     rows, columns = codes.shape
@@ -50,3 +53,4 @@ def multiply(codes: U8, scales: F32, out: NDArray[np.uint16]) -> None:
         np.copyto(bits[:n], codes[first : first + n].view(np.int8))  # the sign fills the upper byte
         own = moved[:n].mul_(128).bitwise_and_(-0x4001)
         target[first : first + n].copy_(floats[:n].copy_(own.view(torch.float16)).mul_(factor))
+    keep_nan(codes, out)

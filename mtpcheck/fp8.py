@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
-from mtpcheck.dequantize import has_nan, multiply, widened
+from mtpcheck.dequantize import multiply, widened
 from mtpcheck.errors import FormatError
 from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
@@ -138,7 +138,7 @@ class Dequantized:
         """Fill ``out`` with the values of some rows."""
         codes = bytes_of(self.codes.slice(0, first, end), "codes").reshape(end - first, -1)
         values, scales = out.view(np.uint16).reshape(codes.shape), _widened(self.grid)
-        if scales is None or has_nan(codes):
+        if scales is None:
             table, places = _placed(self.grid, codes, first, 0, 8)
             _look_up(table, places, values)
             return
