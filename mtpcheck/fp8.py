@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
-from mtpcheck.dequantize import multiply, widened
 from mtpcheck.errors import FormatError
 from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
@@ -34,6 +33,8 @@ U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+
+_NANS = (np.arange(256) >> 7 << 15).astype(np.uint16) | np.uint16(0x7FC0)
 
 WHOLE = (sys.maxsize, sys.maxsize)
 """The block of a tensor with one scale."""
@@ -53,12 +54,12 @@ def values() -> F32:
 
 def tables(scales: F32) -> U16:
     """The bf16 bits of all 256 codes under each scale: one row of 256 a scale. A NaN keeps the sign of its code."""
+    import torch
+
     with np.errstate(all="ignore"):
         product = values() * scales[:, None]
-    bits = product.view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    sign = (np.arange(256) >> 7 << 15).astype(np.uint16)
-    return np.where(np.isnan(product), sign | np.uint16(0x7FC0), rounded)
+    rounded = torch.from_numpy(product).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return np.where(np.isnan(product), _NANS, rounded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,15 +138,8 @@ class Dequantized:
     def _decode(self, first: int, end: int, out: U8) -> None:
         """Fill ``out`` with the values of some rows."""
         codes = bytes_of(self.codes.slice(0, first, end), "codes").reshape(end - first, -1)
-        values, scales = out.view(np.uint16).reshape(codes.shape), _widened(self.grid)
-        if scales is None:
-            table, places = _placed(self.grid, codes, first, 0, 8)
-            _look_up(table, places, values)
-            return
-        high = min(self.grid.block[0], end)
-        for row in range(first // high, -(-end // high)):
-            lines = slice(max(row * high, first) - first, min((row + 1) * high, end) - first)
-            multiply(codes[lines], scales[row], values[lines])
+        table, places = _placed(self.grid, codes, first, 0, 8)
+        _look_up(table, places, out.view(np.uint16))
 
 
 class Strange(Exception):
@@ -215,6 +209,7 @@ def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Itera
             yield lines, slice(left, min(left + across * wide, width))
 
 
+_FORMS = 3  # of regions at a time, 4 MB each: matrices of a model have few shapes
 _FEW = 1 << 16  # blocks: their tables come to 32 MB
 
 
@@ -223,12 +218,6 @@ def _tables(grid: Grid, above: int, below: int) -> U16:
     if prod(grid.shape) <= _FEW:
         return _all_tables(grid)[above:below]
     return tables(grid.read(above, below).reshape(-1)).reshape(below - above, -1, 256)
-
-
-@lru_cache(maxsize=4)
-def _widened(grid: Grid) -> F32 | None:
-    """Scales for ``multiply``, None where tables are needed; of few matrices, as above."""
-    return widened(grid.read(), grid.block[1], grid.matrix[1])
 
 
 @lru_cache(maxsize=4)
@@ -241,22 +230,31 @@ def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) ->
     """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
     in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
     (rows, columns), (high, wide) = elements.shape, grid.block
-    above, below = first // high, -(-(first + rows) // high)
-    before, behind = left // wide, -(-(left + columns) // wide)
-    own = _tables(grid, above, below)[:, before:behind]
-    places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
-    np.copyto(places, elements)
-    if own.size > 256:
-        across = np.arange(columns) // wide
-        for row in range(above, below):
-            lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
-            places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
+    own = _tables(grid, first // high, -(-(first + rows) // high))
+    own = own[:, left // wide : -(-(left + columns) // wide)]
+    places = _numbered((rows, columns), (high, wide), (first % high, left % wide), bits)
+    low = places.view(elements.dtype).reshape(rows, columns, -1)[:, :, 0]  # of little-endian numbers
+    np.copyto(low, elements)
     return np.ascontiguousarray(own).reshape(-1, 256), places
+
+
+def _numbered(shape: Shape, block: tuple[int, int], begin: tuple[int, int], bits: int) -> I32:
+    """Places whose bits from ``bits`` on number the blocks of a region, which begins at ``begin`` of its first block.
+    Those of the last few forms are kept: numbering them takes longer than putting the elements in."""
+    key = shape, block, begin, bits
+    if (kept := _own.numbered.pop(key, None)) is None:
+        down, across = ((np.arange(n) + at) // edge for n, at, edge in zip(shape, begin, block, strict=True))
+        kept = (down[:, None] * (across[-1] + 1) + across << bits).astype(np.int32)
+        if len(_own.numbered) == _FORMS:
+            del _own.numbered[next(iter(_own.numbered))]
+    _own.numbered[key] = kept
+    return kept
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
         self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
+        self.numbered: dict[tuple[object, ...], I32] = {}
 
 
 _CODES = np.tile(np.arange(256, dtype=np.uint16), _INVERSES)

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
-from mtpcheck.dequantize import multiply, widened
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
-from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, Strange, tables
+from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, Strange
 from mtpcheck.inspect import inspect
 from mtpcheck.megatron import Options
 from mtpcheck.move import read_plan
@@ -58,24 +57,6 @@ def all_codes(scales: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Grid]
 def codes_of(values: np.ndarray[Any, Any], grid: Grid) -> np.ndarray[Any, Any]:
     source = Coded(given("values", "BF16", values).plan, grid)
     return np.frombuffer(read_plan(Plan.region(source, 0, values.shape, 1)), np.uint8).reshape(values.shape)
-
-
-def test_arithmetic_gives_what_the_tables_give() -> None:
-    """Every code under scales of every exponent, with the shortest, longest and random mantissas, of both
-    signs; and where arithmetic would not do, there is none."""
-    rng = np.random.default_rng(0)
-    exponents = np.arange(246, dtype=np.uint32)
-    mantissas = np.concatenate([[0, 1, 0x400000, 0x7FFFFF], rng.integers(0, 1 << 23, 60)]).astype(np.uint32)
-    scales = (exponents[:, None] << 23 | mantissas).reshape(-1)
-    scales = np.concatenate([scales, scales | np.uint32(1 << 31)]).view(np.float32)
-    matrix, expected = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1)), tables(scales)
-    out = np.empty(matrix.T.shape, np.uint16)
-    factors = widened(scales[None], 1, len(scales))
-    assert factors is not None
-    multiply(np.ascontiguousarray(matrix.T), factors[0], out)
-    assert (expected == out.T).all()
-    for odd in (2.0**119, np.inf, np.nan):
-        assert widened(np.array([[odd]], np.float32), 1, 1) is None
 
 
 @pytest.mark.parametrize("block", [(128, 128), (3, 5), (1, 7), (1 << 62, 1 << 62)])

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mtpcheck.box import Shape
 from mtpcheck.dialect import ExtraState
+from mtpcheck.files import LocalFile
 from mtpcheck.layouts.zipwriter import DTYPES, Pending, frame, pickled, stream
 from mtpcheck.move import write_at
 from mtpcheck.parallel import WORKERS, Alive, in_parallel
@@ -40,6 +41,7 @@ from mtpcheck.progress import Progress
 from mtpcheck.roles import Spec
 
 _FILE_BYTES = 16 << 30
+_COMPUTED = 2  # bf16 values of FP8 codes take twice as long as bytes that are moved (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class _Job:
     index: MetadataIndex
     nbytes: int
     write: Callable[[int, int, Alive], None]
+    work: int = 0
+    """How long it takes, in bytes that are only moved."""
 
 
 def write_torch_dist(
@@ -125,7 +129,9 @@ def _tensor_jobs(tensor: StoredChunks, progress: Progress) -> Iterator[_Job]:
         shape = (*(1 for _ in tensor.stack), *plan.shape)
         nbytes = plan.nbytes + _around(tensor.dtype, shape, plan.nbytes)
         write = partial(_write_tensor, plan, tensor.dtype, shape, progress)
-        yield _Job(MetadataIndex(tensor.name, torch.Size(at)), nbytes, write)
+        computed = not all(box.source is None or isinstance(box.source, LocalFile) for box in plan.boxes)
+        work = nbytes * (_COMPUTED if computed else 1)
+        yield _Job(MetadataIndex(tensor.name, torch.Size(at)), nbytes, write, work)
 
 
 @cache
@@ -159,14 +165,14 @@ def _extra_names(extra: ExtraState) -> Iterator[str]:
 
 
 def _spread(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Cut the items, in order, into files of about equal size, as many for every worker."""
-    total = sum(job.nbytes for job in jobs)
-    count = WORKERS * max(1, -(-total // (WORKERS * _FILE_BYTES)))
+    """Cut the items, in order, into files of about equal work, as many for every worker."""
+    nbytes, total = sum(job.nbytes for job in jobs), sum(job.work for job in jobs)
+    count = WORKERS * max(1, -(-nbytes // (WORKERS * _FILE_BYTES)))
     files: list[list[_Job]] = [[] for _ in range(count)]
     done = 0
     for job in jobs:
         files[min(count - 1, done * count // max(total, 1))].append(job)
-        done += job.nbytes
+        done += job.work
     return files
 
 

@@ -213,7 +213,7 @@ def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int], numbe
         at = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    draw, coded = np.random.SFC64(seed), any(dtype == "F8_E4M3" for _, dtype, _ in tensors)
+    draw = np.random.SFC64(seed)
     with path.open("xb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, 8 + len(raw) + at)
         file.write(len(raw).to_bytes(8, "little") + raw)
@@ -221,9 +221,6 @@ def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int], numbe
             block = draw.random_raw(_BLOCK // 8).view(np.uint16)
             if numbers:  # the upper half of an fp32 number is a bf16 number
                 block = block & 0x80FF | 0x3C00
-            if coded:  # NaN codes, which no release has, are looked after one by one
-                codes = block.view(np.uint8)
-                codes[codes & 0x7F == 0x7F] ^= 1
             file.write(block.view(np.uint8)[: at - start].data)
         for name, _, shape in tensors:
             if name.endswith(_SCALE):  # random bits would be no scales
