@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from mtpcheck import __version__, cli_families, exits
+from mtpcheck.cli_accept import accept
 from mtpcheck.cli_gate import fixture, gate
 from mtpcheck.cli_graft import graft
 from mtpcheck.errors import HOLDS, UsageError
@@ -271,51 +272,7 @@ def convert(
     return converted.exit_code
 
 
-@app.command()
-def accept(
-    ckpt: Source,
-    family: Family = None,
-    dialect: Dialect = None,
-    workload: Workloads = None,
-    min_acceptance: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Fail below this acceptance rate (depth 1, all workloads).")
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Written if there is none; else fail where it was surely better."),
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option(help="Take config keys and the tokenizer, which Megatron lacks, from here.")
-    ] = None,
-    decode: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Also write N tokens after some prompts, with drafts.")
-    ] = 0,
-    drafts: Annotated[int, typer.Option(min=0, help="Tokens drafted a round, with --decode.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, with --decode.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn at a temperature.")] = 0,
-    iteration: Iteration = None,
-    as_json: Json = False,
-    report: Reports = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    exit_zero: ExitZero = False,
-) -> int:
-    """Draft acceptance: run the model and its MTP head, on the CPU, from the files.
-
-    Example: mtpcheck accept ./GLM-4.5-Air --workload chat=our_chats.jsonl
-    """
-    from mtpcheck.accept import accept as run
-    from mtpcheck.draft.writing import Writing
-
-    def judge() -> Report:
-        show = show_progress(as_json, quiet)
-        probing = probing_of(workload, "once")
-        writing = Writing(decode, drafts, temperature, seed) if decode else None
-        return run(ckpt, family, probing, min_acceptance, baseline, like, iteration, show, writing, dialect)
-
-    return judged("accept", [ckpt], judge, as_json, report, quiet, verbose, False, exit_zero)
-
-
+app.command()(accept)
 app.command()(gate)
 app.command()(fixture)
 app.command()(graft)
