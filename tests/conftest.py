@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hub; tests/test_hub.py asks one of its own
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

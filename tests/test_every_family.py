@@ -18,7 +18,7 @@ import torch
 from mtpcheck.accept import accept
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
-from mtpcheck.dialect import load_dialect
+from mtpcheck.dialects import load_dialect
 from mtpcheck.draft.run import Engine, run
 from mtpcheck.errors import CheckpointFails, FamilyError, FormatError, MtpcheckError, UnsupportedError
 from mtpcheck.facts import facts_from_args, facts_from_config

@@ -272,7 +272,6 @@ def test_a_source_that_cannot_be_one(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("zai-org/GLM-4.5", "a Hub id cannot be a source yet; download it and name the folder"),
         ("glm4_mo", "no such folder, and no fixture of that name; did you mean 'glm4_moe'?"),
         ("./nowhere", "./nowhere: no such folder"),
     ],

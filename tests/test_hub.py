@@ -45,6 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, "")
     with serving() as hub:
         hub.repos["org/glm"] = Repo(FIXTURES / GLM)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # both are read from HF_ENDPOINT as it is imported
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -316,6 +317,13 @@ def test_a_gate_on_a_repository(hub: Hub, tmp_path: Path, cli: Cli, monkeypatch:
     monkeypatch.chdir(tmp_path)
     told = cli("gate", "--json")
     assert told.code == 0, told.out + told.err
+
+
+def test_a_gate_on_a_repository_that_is_not_there(hub: Hub, tmp_path: Path, cli: Cli) -> None:
+    settings = tmp_path / "mtpcheck.yaml"
+    settings.write_text("gate:\n  cases:\n    - source: org/none\n      to_megatron: 'true {src} {dst}'\n")
+    told = cli("gate", "--config", settings)
+    assert told.code == 2 and f"{settings}:3: org/none: no such folder, and {hub.url} has no repository" in told.err
 
 
 def test_space_is_looked_at_first(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
