@@ -35,8 +35,8 @@ def fetched(
     if missing := tree.missing([*wanted, *(checkpoint.hf.others if others else ())]):
         size = sum(tree.sizes[file] for file in missing)
         if show:
-            told = f"fetching {len(missing):,} files, {decimal(size)}, of {tree.name} into {tree.folder}"
-            print(told, file=sys.stderr)
+            files = f"{len(missing):,} file{'s' * (len(missing) != 1)}, {decimal(size)}"
+            print(f"fetching {files}, of {tree.name} into {tree.folder}", file=sys.stderr)
         with bar("fetching", size, show) as progress:
             tree.fetch(missing, progress)
     hf = read_hf(tree)
