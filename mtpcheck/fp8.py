@@ -209,7 +209,6 @@ def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Itera
             yield lines, slice(left, min(left + across * wide, width))
 
 
-_FORMS = 3  # of regions at a time, 4 MB each: matrices of a model have few shapes
 _FEW = 1 << 16  # blocks: their tables come to 32 MB
 
 
@@ -230,31 +229,22 @@ def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) ->
     """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
     in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
     (rows, columns), (high, wide) = elements.shape, grid.block
-    own = _tables(grid, first // high, -(-(first + rows) // high))
-    own = own[:, left // wide : -(-(left + columns) // wide)]
-    places = _numbered((rows, columns), (high, wide), (first % high, left % wide), bits)
-    low = places.view(elements.dtype).reshape(rows, columns, -1)[:, :, 0]  # of little-endian numbers
-    np.copyto(low, elements)
+    above, below = first // high, -(-(first + rows) // high)
+    before, behind = left // wide, -(-(left + columns) // wide)
+    own = _tables(grid, above, below)[:, before:behind]
+    places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
+    np.copyto(places, elements)
+    if own.size > 256:
+        across = np.arange(columns) // wide
+        for row in range(above, below):
+            lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
+            places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
     return np.ascontiguousarray(own).reshape(-1, 256), places
-
-
-def _numbered(shape: Shape, block: tuple[int, int], begin: tuple[int, int], bits: int) -> I32:
-    """Places whose bits from ``bits`` on number the blocks of a region, which begins at ``begin`` of its first block.
-    Those of the last few forms are kept: numbering them takes longer than putting the elements in."""
-    key = shape, block, begin, bits
-    if (kept := _own.numbered.pop(key, None)) is None:
-        down, across = ((np.arange(n) + at) // edge for n, at, edge in zip(shape, begin, block, strict=True))
-        kept = (down[:, None] * (across[-1] + 1) + across << bits).astype(np.int32)
-        if len(_own.numbered) == _FORMS:
-            del _own.numbered[next(iter(_own.numbered))]
-    _own.numbered[key] = kept
-    return kept
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
         self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
-        self.numbered: dict[tuple[object, ...], I32] = {}
 
 
 _CODES = np.tile(np.arange(256, dtype=np.uint16), _INVERSES)

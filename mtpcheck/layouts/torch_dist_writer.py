@@ -41,7 +41,7 @@ from mtpcheck.progress import Progress
 from mtpcheck.roles import Spec
 
 _FILE_BYTES = 16 << 30
-_COMPUTED = 2  # bf16 values of FP8 codes take twice as long as bytes that are moved (docs/benchmarks.md)
+_COMPUTED = 2  # what is computed, such as bf16 values of FP8 codes, takes at least twice as long as what is moved
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Job:
     index: MetadataIndex
     nbytes: int
     write: Callable[[int, int, Alive], None]
-    work: int = 0
+    work: int
     """How long it takes, in bytes that are only moved."""
 
 
@@ -89,7 +89,7 @@ def write_torch_dist(
         objects["common_state/shard_0_1"] = _save([common])
     for name, data in objects.items():
         entries[name] = BytesStorageMetadata()
-        jobs.append(_Job(MetadataIndex(name), len(data), partial(_write_object, data)))
+        jobs.append(_Job(MetadataIndex(name), len(data), partial(_write_object, data), len(data)))
     where = {}
     files = _spread(jobs)
     for written in in_parallel([partial(_write_file, folder, n, own) for n, own in enumerate(files)]):
@@ -166,8 +166,8 @@ def _extra_names(extra: ExtraState) -> Iterator[str]:
 
 def _spread(jobs: Sequence[_Job]) -> list[list[_Job]]:
     """Cut the items, in order, into files of about equal work, as many for every worker."""
-    nbytes, total = sum(job.nbytes for job in jobs), sum(job.work for job in jobs)
-    count = WORKERS * max(1, -(-nbytes // (WORKERS * _FILE_BYTES)))
+    total = sum(job.work for job in jobs)
+    count = WORKERS * max(1, -(-total // (WORKERS * _FILE_BYTES)))
     files: list[list[_Job]] = [[] for _ in range(count)]
     done = 0
     for job in jobs:
