@@ -16,6 +16,7 @@ from mtpcheck.draft.writing import Writing, write_all
 from mtpcheck.errors import MtpcheckError
 from mtpcheck.fetch import fetched, is_remote
 from mtpcheck.hub import short_name
+from mtpcheck.normalise import taken_for_granted
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Finding
 from mtpcheck.report.report import Report, of_group
@@ -59,6 +60,7 @@ def accept(
     report = Report("accept", [str(opened.path)], tensor_map.family, summary(opened, tensor_map))
     report.dialects = dialects_of(opened)
     _add_headers(report, opened, tensor_map)
+    report.notes += taken_for_granted((opened, tensor_map.model))
     label = Path(source).resolve().name if Path(source).exists() else short_name(str(opened.path))
     columns = run_all([(label, opened, tensor_map)], workloads, probing, show_progress)
     found: list[Finding] = list(check_minimum(columns[0], minimum)) if minimum is not None else []

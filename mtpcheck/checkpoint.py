@@ -14,7 +14,7 @@ from mtpcheck.hub import is_repo, open_repo
 from mtpcheck.layouts.hf import HfFolder, is_hf, read_hf
 from mtpcheck.layouts.torch_dist import TRACKER, is_torch_dist, read_torch_dist
 from mtpcheck.layouts.torch_ranks import is_torch, read_torch
-from mtpcheck.manifest import Manifest, read_manifest
+from mtpcheck.manifest import Manifest, read_manifest, recorded_dialect
 from mtpcheck.report.finding import Finding
 from mtpcheck.tensormap import TensorRef
 
@@ -37,6 +37,8 @@ class Checkpoint:
     """Training arguments (Megatron); None if the checkpoint stores none."""
     dialect: str = CORE
     """In whose order and under whose names tensors are read (Megatron)."""
+    dialect_known: bool = False
+    """Whether that was asked for, recorded or told by keys, and not taken for granted."""
     hf: HfFolder | None = None
     fsdp: bool = False
     """Saved by Megatron-FSDP (``torch_dist``)."""
@@ -65,6 +67,8 @@ def open_checkpoint(path: str | Path, iteration: int | None = None, dialect: str
     Raises UsageError if there is nothing, or no such dialect, FormatError if what is there cannot be trusted, HubError
     as the Hub fails.
     """
+    if dialect is not None:
+        check_name(dialect)
     text, path = str(path), Path(path)
     if not path.exists():
         if is_repo(text):
@@ -73,22 +77,24 @@ def open_checkpoint(path: str | Path, iteration: int | None = None, dialect: str
     if not path.is_dir():
         raise UsageError(f"{path}: is a file; name the checkpoint's folder")
     folder = _iteration_folder(path, iteration)
-    if dialect is not None:
-        check_name(dialect)
     if is_torch_dist(folder):
+        dialect = _sure_of(dialect, folder, recorded_dialect(folder), "mtpcheck wrote it")
         found = read_torch_dist(folder, load_dialect(dialect or CORE).prefixes)
         opened = Checkpoint(
             path, folder, "torch_dist", found.tensors,
             args=found.args, passed_over=found.passed_over, fsdp=found.fsdp, manifest=read_manifest(folder),
         )  # fmt: skip
-        return replace(opened, dialect=dialect or opened.told_dialect or CORE)
+        dialect = _sure_of(dialect, folder, opened.told_dialect, "its keys are")
+        return replace(opened, dialect=dialect or CORE, dialect_known=dialect is not None)
     if is_hf(folder):
         hf = read_hf(folder)
         return Checkpoint(path, folder, "hf", hf.tensors, config=hf.config, hf=hf, findings=hf.findings)
     if is_torch(folder):
+        dialect = _sure_of(dialect, folder, recorded_dialect(folder), "mtpcheck wrote it")
         own = read_torch(folder, load_dialect(dialect or CORE))
         return Checkpoint(
-            path, folder, "torch", own.tensors, dialect=dialect or CORE, args=own.ranks.args, ranks=own,
+            path, folder, "torch", own.tensors, dialect=dialect or CORE, dialect_known=dialect is not None,
+            args=own.ranks.args, ranks=own,
             passed_over=own.passed_over, findings=(*own.strangers, *own.findings), manifest=read_manifest(folder),
         )  # fmt: skip
     if ranks := sorted(path.name for path in folder.glob("mp_rank_*")):
@@ -99,6 +105,15 @@ def open_checkpoint(path: str | Path, iteration: int | None = None, dialect: str
         raise FormatError(f"{folder}: is the folder of one rank; name the iteration folder above it")
     what = "the folder is empty" if not any(folder.iterdir()) else "no config.json, safetensors or Megatron metadata"
     raise FormatError(f"{folder}: not a checkpoint: {what}")
+
+
+def _sure_of(asked: str | None, folder: Path, known: str | None, why: str) -> str | None:
+    """The dialect that is asked for, or the one that is known. Raises UsageError if these are two."""
+    if known is not None:
+        check_name(known)
+    if asked is not None and known is not None and asked != known:
+        raise UsageError(f"{folder}: {why} in the order of {known}, and --dialect says {asked}; leave it out")
+    return asked or known
 
 
 def _open_repo(text: str) -> Checkpoint:

@@ -10,7 +10,7 @@ import typer
 from mtpcheck.errors import HOLDS
 from mtpcheck.exits import complain
 from mtpcheck.flags import Config, ExitZero, Json, Layout, NoAcceptance, Quiet, Reports, Verbose
-from mtpcheck.judging import judged
+from mtpcheck.judging import judged, show_progress
 
 if TYPE_CHECKING:
     from mtpcheck.report.report import Cases
@@ -39,7 +39,8 @@ def gate(
         from mtpcheck.settings import find_settings, read_settings
 
         settings = read_settings(config or find_settings(Path.cwd()))
-        return run(settings, Known(settings.accepted), case, keep, jobs, acceptance=not no_acceptance)
+        show = show_progress(as_json, quiet)
+        return run(settings, Known(settings.accepted), case, keep, jobs, not no_acceptance, show)
 
     return judged("gate", [config] if config else [], judge, as_json, report, quiet, verbose, no_acceptance, exit_zero)
 

@@ -26,9 +26,9 @@ from mtpcheck.megatron import (
     write_megatron,
 )
 from mtpcheck.model import BESIDE
-from mtpcheck.normalise import is_quantized
+from mtpcheck.normalise import is_quantized, taken_for_granted
 from mtpcheck.progress import Progress, bar
-from mtpcheck.report.finding import Finding, Severity
+from mtpcheck.report.finding import Finding, Severity, note
 from mtpcheck.target import check_space, check_target, new_folder
 from mtpcheck.tensormap import TensorMap, read_tensor_map
 
@@ -98,7 +98,7 @@ def convert(
         raise UsageError("--fp8 requantize: nothing says that this was FP8; --like a checkpoint that is")
     tensor_map = read_tensor_map(opened, family)
     if is_remote(opened):
-        check_before_fetching(opened, tensor_map)
+        check_before_fetching(opened, tensor_map, to, options)
         opened = fetched(opened, show_progress)
         tensor_map = read_tensor_map(opened, family)
     check_convertible(opened, tensor_map)
@@ -116,6 +116,7 @@ def convert(
         else:
             findings = write_megatron(opened, tensor_map, folder, to, options, progress)
             findings += padding_findings(tensor_map, options.padded_vocab(tensor_map.facts["vocab"], to))
+    findings += [note("topology.dialect", "order", told) for told in taken_for_granted((opened, tensor_map.model))]
     counts = check_count(tensor_map, str(source))
     return Converted(opened, tensor_map, target, to, (*tensor_map.findings, *counts, *findings))
 
@@ -145,21 +146,25 @@ def lent_form(source: Checkpoint, like: str | Path, show: bool = False) -> Manif
 _BLOCKING = ("presence", "structure", "topology", "quantization")
 
 
-def check_before_fetching(source: Checkpoint, tensor_map: TensorMap) -> None:
+def check_before_fetching(source: Checkpoint, tensor_map: TensorMap, to: Layout, options: Options) -> None:
     """What headers tell of a checkpoint on the Hub that cannot be converted, before it is fetched."""
-    _check_decoded(source, tensor_map)
+    check_convertible(source, tensor_map, bits=False)
     check_not_lost(source, tensor_map)
+    check_text(source, tensor_map, options)
+    if to == "torch":
+        dealer(tensor_map, options)
 
 
-def check_convertible(source: Checkpoint, tensor_map: TensorMap) -> None:
-    """Raise unless every tensor of the source can be carried exactly."""
+def check_convertible(source: Checkpoint, tensor_map: TensorMap, bits: bool = True) -> None:
+    """Raise unless every tensor of the source can be carried exactly; without ``bits`` as far as headers tell."""
     _check_decoded(source, tensor_map)
     blocking = tuple(
         f for f in tensor_map.findings
         if f.severity is Severity.FAILURE and f.check.split(".")[0] in _BLOCKING
     )  # fmt: skip
-    blocking = blocking or tuple(f for f in check_ranks(source) if f.severity is Severity.FAILURE)
-    blocking = blocking or tuple(check_tied(tensor_map))
+    if bits:
+        blocking = blocking or tuple(f for f in check_ranks(source) if f.severity is Severity.FAILURE)
+        blocking = blocking or tuple(check_tied(tensor_map))
     if blocking:
         first = blocking[0]
         more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""

@@ -51,6 +51,7 @@ def gate(
     keep: Path | None = None,
     jobs: int = WORKERS,
     acceptance: bool = True,
+    show_progress: bool = False,
 ) -> Cases:
     """Run the cases of ``settings``, ``jobs`` at a time, and judge each; reports come in the order of the cases.
 
@@ -62,7 +63,7 @@ def gate(
     if not cases:
         names = ", ".join(case.name for case in settings.cases) or "none"
         raise UsageError(f"{settings.path}: " + (f"no case {only!r} (there: {names})" if only else "has no gate"))
-    sources = [find_source(case, settings.folder) for case in cases]
+    sources = [find_source(case, settings.folder, show_progress) for case in cases]
     if keep is not None:
         for source in sources:
             check_target(source, keep)
@@ -82,7 +83,7 @@ def gate(
     return Cases("gate", [str(settings.path)], reports)
 
 
-def find_source(case: Case, folder: Path) -> Path:
+def find_source(case: Case, folder: Path, show_progress: bool = False) -> Path:
     """The HF folder of a case: a bundled checkpoint by its name or family, a path, which starts from ``folder``, or
     that of a repository in the Hub's cache, into which it is fetched. Raises UsageError if there is none."""
     path = folder / case.source
@@ -92,7 +93,9 @@ def find_source(case: Case, folder: Path) -> Path:
         return path
     if is_repo(case.source):
         try:
-            return fetched(open_checkpoint(case.source), show=True).folder
+            opened = open_checkpoint(case.source)
+            require_mtp(opened, read_tensor_map(opened, case.family), allow_none=False)
+            return fetched(opened, show_progress).folder
         except MtpcheckError as error:
             raise UsageError(f"{case.where}: {error}") from error
     known = [*bundled(), *bundled().values()]

@@ -4,6 +4,7 @@
     mtpcheck/headers/*       the raw header of every shard: order, dtypes, shapes, metadata; no weights
     mtpcheck/files/*         config.json, index, tokenizer and all other files, as they were
     mtpcheck/aside.safetensors   what Megatron cannot hold: scales of FP8 blocks
+    mtpcheck/dialect         whose order the tensors are in, where that is not megatron-core's
 
 It lends an export its *form*. Every weight, and every config key that Megatron has a word for, comes from Megatron.
 """
@@ -23,7 +24,7 @@ from mtpcheck.layouts.hf import HfFolder, header_entries, read_header
 from mtpcheck.tensormap import TensorRef
 from mtpcheck.tree import read_json
 
-FOLDER, ASIDE = "mtpcheck", "aside.safetensors"
+FOLDER, ASIDE, DIALECT = "mtpcheck", "aside.safetensors", "dialect"
 _SCHEMA = 1
 
 
@@ -68,6 +69,17 @@ def write_manifest(folder: Path, source: Path, hf: HfFolder, family: str, copies
         "files": list(hf.others),
     }
     (root / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def record_dialect(folder: Path, name: str) -> None:
+    (folder / FOLDER).mkdir(exist_ok=True)
+    (folder / FOLDER / DIALECT).write_text(name + "\n")
+
+
+def recorded_dialect(folder: Path) -> str | None:
+    """The dialect that we wrote a Megatron iteration folder in, if it is not megatron-core's."""
+    path = inside(folder, f"{FOLDER}/{DIALECT}")
+    return path.read_text(encoding="utf-8", errors="replace")[:100].strip() if path.is_file() else None
 
 
 def read_manifest(folder: Path) -> Manifest | None:

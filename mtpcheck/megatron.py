@@ -20,7 +20,7 @@ from mtpcheck.errors import UnsupportedError, UsageError
 from mtpcheck.facts import args_from_facts
 from mtpcheck.layouts.hf import make_header
 from mtpcheck.layouts.torch_dist import TRACKER
-from mtpcheck.manifest import ASIDE, FOLDER, write_manifest
+from mtpcheck.manifest import ASIDE, DIALECT, FOLDER, record_dialect, write_manifest
 from mtpcheck.model import BESIDE
 from mtpcheck.offset import as_held, inexact, offsets
 from mtpcheck.progress import Progress
@@ -141,8 +141,10 @@ def write_megatron(
         write_manifest(target, source.folder, source.hf, tensor_map.family, states)
         findings += _write_aside(source, tensor_map, target / FOLDER, options, progress)
     elif source.manifest is not None:
-        shutil.copytree(source.manifest.root.parent, target / FOLDER, ignore=shutil.ignore_patterns(ASIDE))
+        shutil.copytree(source.manifest.root.parent, target / FOLDER, ignore=shutil.ignore_patterns(ASIDE, DIALECT))
         findings += _write_aside(source, tensor_map, target / FOLDER, options, progress)
+    if options.spoken.name != CORE:
+        record_dialect(target, options.spoken.name)
     (folder / TRACKER).write_text(name.removeprefix("iter_").lstrip("0"))
     return findings
 

@@ -111,6 +111,18 @@ def stored_rows(checkpoint: Checkpoint, model: Model) -> list[Row]:
     return load_dialect(checkpoint.dialect).rows(model, padded, KeyForm(stored=checkpoint.tensors.keys())).rows
 
 
+def taken_for_granted(*sides: tuple[Checkpoint, Model]) -> list[str]:
+    """A sentence on every Megatron checkpoint that may as well be in another dialect than it was read in."""
+    told = []
+    for checkpoint, model in sides:
+        if not checkpoint.dialect_known and (alike := alike_dialects(checkpoint, model)):
+            told.append(
+                f"{checkpoint.path}: read in the order of {checkpoint.dialect}; {' and '.join(alike)} has the same "
+                f"names and shapes, and --dialect {alike[0]} reads that"
+            )
+    return told
+
+
 def alike_dialects(checkpoint: Checkpoint, model: Model) -> list[str]:
     """Dialects that give names and shapes of a Megatron checkpoint other bytes than the one it is read in, so that
     only a comparison can tell which one it is in. None where its keys tell."""

@@ -65,7 +65,10 @@ def roundtrip(
     report.dialects = [options.spoken.name]
     load_writers(middle, a.layout)
     try:
-        (check_before_fetching if is_remote(a) else check_convertible)(a, a_map)
+        if is_remote(a):
+            check_before_fetching(a, a_map, middle, options)
+        else:
+            check_convertible(a, a_map)
         require_mtp(a, a_map, allow_no_mtp)
         with _workspace(a.folder, workdir, keep) as folder:
             if is_remote(a):

@@ -16,7 +16,7 @@ from mtpcheck.dialects import CORE
 from mtpcheck.draft.probe import Column, Probing, read_workloads, run_all
 from mtpcheck.errors import UnsupportedError, UsageError, require_one_of
 from mtpcheck.fetch import fetched, is_remote
-from mtpcheck.normalise import is_quantized
+from mtpcheck.normalise import is_quantized, taken_for_granted
 from mtpcheck.progress import bar
 from mtpcheck.report.finding import Severity, failure
 from mtpcheck.report.report import Report, of_group
@@ -154,6 +154,7 @@ def _compare_trained(report: Report, a: Side, b: Side, only_mtp: bool, show_prog
     add_topology(report, a, b, [])
     moved = sum(len(component.moved) for component in components.values())
     report.add("values", of_group(found, "values"), f"dtypes and shapes hold; {moved:,} tensors moved")
-    report.notes = describe_components(components)
+    granted = taken_for_granted((a.checkpoint, a.tensor_map.model), (b.checkpoint, a.tensor_map.model))
+    report.notes = [*granted, *describe_components(components)]
     if only_mtp:
         report.notes.append("the trunk was not looked at, so whether a head is stale was not judged")

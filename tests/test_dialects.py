@@ -40,6 +40,7 @@ BRIDGE = "mcore-bridge"
 NAMES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NEXT = FIXTURES / "qwen3_next"
 SAMPLE = FIXTURES / "megatron" / "mcore_bridge-1.6.5" / "qwen3_next_tp2"
+SIGNED = "release/mtpcheck/dialect"
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -48,8 +49,14 @@ def options(dialect: str | None = BRIDGE, **sizes: int) -> Options:
 
 
 def megatron(folder: Path, dialect: str | None = BRIDGE, layout: Any = "torch") -> Path:
-    """qwen3_next as one rank's file, or as torch_dist."""
+    """qwen3_next as one rank's file, or as torch_dist, as if others had written it."""
     convert(NEXT, folder, layout, options=options(dialect))
+    return unsigned(folder)
+
+
+def unsigned(folder: Path) -> Path:
+    """Without our word on whose order it is in."""
+    (folder / SIGNED).unlink(missing_ok=True)
     return folder
 
 
@@ -216,6 +223,10 @@ def test_dialects_do_not_concern_other_models(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_the_wrong_dialect_is_one_finding(given: str, read: str, words: str, layout: Any, tmp_path: Path) -> None:
     source = megatron(tmp_path / "source", given, layout)
+    if (layout, given) == ("torch_dist", BRIDGE):
+        with pytest.raises(UsageError, match="its keys are in the order of mcore-bridge, and --dialect says core"):
+            verify(NEXT, source, dialect=read)
+        return
     report = verify(NEXT, source, dialect=read)
     if (layout, given) == ("torch_dist", "core"):  # nor are the keys those that mcore_bridge writes
         (found,) = of_dialect(report)
@@ -298,6 +309,7 @@ def test_every_command_takes_it(cli: Callable[..., Outcome], tmp_path: Path) -> 
     source = tmp_path / "new"
     assert cli("convert", NEXT, source, "--to", "torch", "--dialect", BRIDGE).code == 0
     assert cli("verify", NEXT, source, "--dialect", BRIDGE).code == 0
+    unsigned(source)
     failed = cli("verify", NEXT, source)
     assert failed.code == 1 and "--dialect mcore-bridge" in failed.out
     assert "dialect      mcore-bridge; or core, by names and shapes" in cli("inspect", source, "--dialect", BRIDGE).out
@@ -310,12 +322,36 @@ def test_every_command_takes_it(cli: Callable[..., Outcome], tmp_path: Path) -> 
     assert json.loads(cli("verify", NEXT, NEXT, "--json").out)["dialects"] == []
 
 
+def test_what_we_write_says_whose_order_it_is_in(tmp_path: Path, cli: Callable[..., Outcome]) -> None:
+    """No later step needs the flag, whatever it goes through; and none may contradict it."""
+    for name, layout, source in (("a", "torch", NEXT), ("b", "torch_dist", NEXT), ("c", "torch", tmp_path / "b")):
+        given = options() if source == NEXT else None
+        convert(source, tmp_path / name, layout, options=given)
+        assert (tmp_path / name / SIGNED).read_text() == "mcore-bridge\n"
+        assert verify(NEXT, tmp_path / name).verdict == "holds"
+        convert(tmp_path / name, tmp_path / f"{name}-hf")
+        assert verify(NEXT, tmp_path / f"{name}-hf").verdict == "holds"
+    assert "mtpcheck wrote it in the order of mcore-bridge" in cli("inspect", tmp_path / "a", "--dialect", "core").err
+    convert(NEXT, tmp_path / "plain", "torch", options=options("core"))
+    assert not (tmp_path / "plain" / SIGNED).exists()
+
+
+def test_what_is_taken_for_granted_is_told(tmp_path: Path) -> None:
+    source = megatron(tmp_path / "source")
+    told = f"{source}: read in the order of core; mcore-bridge has the same names and shapes"
+    assert any(note.startswith(told) for note in verify(NEXT, source, values="changed").notes)
+    found = [f for f in convert(source, tmp_path / "hf").findings if f.check == "topology.dialect"]
+    assert [f.message.startswith(told) for f in found] == [True]
+    assert not [n for n in verify(NEXT, source, values="changed", dialect=BRIDGE).notes if "granted" in n or told in n]
+
+
 def test_the_gate_takes_it(cli: Callable[..., Outcome], tmp_path: Path) -> None:
     ours = f"{sys.executable} -m mtpcheck convert {{src}} {{dst}} --dialect {BRIDGE}"
     case = {"source": "qwen3_next", "to_megatron": f"{ours} --to torch", "to_hf": ours, "acceptance": False}
     back = {"source": "qwen3_next", "to_hf": ours, "layout": "torch", "acceptance": False}
+    theirs = f"sh -c '{ours} --to torch && rm {{dst}}/{SIGNED}'"
     cases = [{**case, "name": "named", "dialect": BRIDGE}, {**back, "name": "back", "dialect": BRIDGE},
-             {**case, "name": "not named"}]  # fmt: skip
+             {**case, "name": "unnamed", "to_megatron": theirs}]  # fmt: skip
     settings = tmp_path / "mtpcheck.yaml"
     settings.write_text(yaml.safe_dump({"gate": {"cases": cases}}))
     done = cli("gate", "--config", settings, "--json")

@@ -610,6 +610,12 @@ def test_an_error_is_one_line(hub: Hub, tmp_path: Path) -> None:
         ["convert", "org/glm", "EXISTING"],
         ["convert", "org/glm", "out", "--to", "hf"],
         ["convert", "org/lost", "out"],
+        ["convert", "org/damaged", "out"],
+        ["convert", "org/seeing", "out"],
+        ["convert", "org/glm", "out", "--to", "torch", "--tp", "3"],
+        ["convert", "org/glm", "out", "--dialect", "nobody"],
+        ["roundtrip", "org/damaged", "--no-acceptance"],
+        ["roundtrip", "org/seeing", "--no-acceptance"],
         ["roundtrip", "org/glm", "--workdir", "nowhere", "--no-acceptance"],
         ["roundtrip", "org/lost", "--no-acceptance"],
         ["accept", "org/lost"],
@@ -623,6 +629,10 @@ def test_nothing_is_fetched_for_what_headers_refuse(
 ) -> None:
     lost = shutil.copytree(FIXTURES / "minimax_m2", tmp_path / "lost")
     hub.repos["org/lost"] = Repo(lost)
+    hub.repos["org/seeing"] = Repo(FIXTURES / "qwen3_5")
+    hub.repos["org/damaged"] = Repo(shutil.copytree(FIXTURES / GLM, tmp_path / "damaged"))
+    shard = tmp_path / "damaged/model-00001-of-00003.safetensors"
+    edit_tensors(shard, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EXISTING").mkdir()
     named = [str(FIXTURES / GLM) if word == "LOCAL" else word for word in command]

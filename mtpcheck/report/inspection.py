@@ -10,6 +10,7 @@ from mtpcheck.convert import Converted
 from mtpcheck.inspect import Inspection
 from mtpcheck.report.finding import printable
 from mtpcheck.report.terminal import render_finding
+from mtpcheck.verify import layout_of
 
 
 def render(found: Inspection, console: Console) -> None:
@@ -56,7 +57,7 @@ def render_converted(converted: Converted, console: Console) -> None:
     console.print(
         Text.assemble(
             (printable(str(converted.target)), "bold"),
-            f"  {tensor_map.family}, {converted.source.layout} → {converted.layout}, "
+            f"  {tensor_map.family}, {layout_of(converted.source)} → {converted.layout}, "
             f"{len(tensor_map.parts):,} parts, {decimal(tensor_map.nbytes)}",
         )
     )
