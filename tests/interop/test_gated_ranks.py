@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts gated attention and gated delta nets: shares have the shapes that megatron-core builds."""
+"""How tensor parallelism cuts gated attention and delta nets: shares have the shapes that megatron-core builds."""
 
 from __future__ import annotations
 
