@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,8 @@ def keys(model: Any) -> dict[str, list[int]]:
     return {t.key: list(t.global_shape) for t in nested_values(state) if isinstance(t, ShardedTensor)}
 
 
-def main(checkpoint: str, out: Path) -> None:
-    start_megatron()
-    patch()
+def record(checkpoint: str, build: Callable[[Any], Any], out: Path) -> None:
+    """Fill OUT from the model that ``build`` makes of a checkpoint's arguments."""
     from megatron.core import dist_checkpointing
 
     args = RecordedArgs(dist_checkpointing.load_common_state_dict(checkpoint)["args"])
@@ -139,11 +139,17 @@ def main(checkpoint: str, out: Path) -> None:
         parameter.data = parameter.data.to(args.params_dtype)
     out.mkdir(parents=True)
     (out / "keys.json").write_text(json.dumps(keys(model)))
-    load(model, checkpoint, "assume_ok_unexpected")
+    load(model, checkpoint, "assume_ok_unexpected")  # norms that stand in leave no `_extra_state`
     save_file({name: value.detach().clone() for name, value in weights(model).items()}, out / "weights.safetensors")
     ids = torch.arange(24).reshape(2, 12) * 7
     save_file({"ids": ids, **logits(model, ids)}, out / "logits.safetensors")
     dist.destroy_process_group()
+
+
+def main(checkpoint: str, out: Path) -> None:
+    start_megatron()
+    patch()
+    record(checkpoint, build, out)
 
 
 if __name__ == "__main__":

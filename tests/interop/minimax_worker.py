@@ -2,21 +2,17 @@
 
     python minimax_worker.py CHECKPOINT OUT
 
-OUT gets `keys.json` and `logits.safetensors` as there.
+OUT gets what it gets there.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from gated_worker import backend, keys
-from megatron_worker import RecordedArgs, load, logits, start_megatron, transformer_config
-from safetensors.torch import save_file
+from gated_worker import backend, record
+from megatron_worker import start_megatron, transformer_config
 
 
 def build(args: Any) -> Any:
@@ -52,18 +48,7 @@ def build(args: Any) -> Any:
 
 def main(checkpoint: str, out: Path) -> None:
     start_megatron()
-    from megatron.core import dist_checkpointing
-
-    args = RecordedArgs(dist_checkpointing.load_common_state_dict(checkpoint)["args"])
-    model = build(args)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(args.params_dtype)
-    out.mkdir(parents=True)
-    (out / "keys.json").write_text(json.dumps(keys(model)))
-    load(model, checkpoint, "assume_ok_unexpected")  # the norms that stand in leave no `_extra_state`
-    ids = torch.arange(24).reshape(2, 12) * 7
-    save_file({"ids": ids, **logits(model, ids)}, out / "logits.safetensors")
-    dist.destroy_process_group()
+    record(checkpoint, build, out)
 
 
 if __name__ == "__main__":
