@@ -7,8 +7,8 @@ Codes of one block have four significant bits, bf16 has eight, so two codes that
 unless the product leaves the range of bf16 (see docs/fp8.md). A block whose codes cannot be told apart is *collapsed*.
 
 Both directions look every element up in a table of its block, all that is read at a time in one go: the low bits of
-its place are the element, the high bits number the block. Longer work without the interpreter lock is what lets two
-workers run at the same time; docs/benchmarks.md tells what else was tried.
+its place are the element, the high bits number the block. What counts is how rarely a worker needs the interpreter
+lock, which the other one holds: few calls, of which each does much (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.errors import FormatError
-from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
+from mtpcheck.move import by_rows, bytes_of, fill, read_plan, scratch
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorRef
 
@@ -56,10 +57,14 @@ def tables(scales: F32) -> U16:
     """The bf16 bits of all 256 codes under each scale: one row of 256 a scale. A NaN keeps the sign of its code."""
     import torch
 
-    with np.errstate(all="ignore"):
-        product = values() * scales[:, None]
-    rounded = torch.from_numpy(product).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    return np.where(np.isnan(product), _NANS, rounded)
+    bits = np.empty((len(scales), 256), np.uint16)
+    rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    torch.mul(torch.from_numpy(values()), torch.from_numpy(scales[:, None]), out=rounded)
+    if np.isfinite(scales).all():
+        bits[:, 0x7F], bits[:, 0xFF] = _NANS[0x7F], _NANS[0xFF]
+    else:
+        np.copyto(bits, _NANS, where=(bits & 0x7FFF) > 0x7F80)
+    return bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,27 +187,29 @@ class Coded:
     def _code(self, first: int, out: U8 | None, rows: int = 0) -> int:
         """Fill ``out`` with the codes of the rows from ``first`` on; returns how many values no code gives."""
         rows, width, found = len(out) if out is not None else rows, self.values.shape[1], 0
-        held = bytes_of(self.values.slice(0, first, first + rows), "held").view(np.uint16).reshape(rows, width)
+        raw = scratch(2 * rows * width, "held")
+        fill(self.values.slice(0, first, first + rows), raw.data)
+        held = raw.view(np.uint16).reshape(rows, width)
         for lines, columns in _regions(self.grid.block, first, rows, width):
             part = held[lines, columns]
             table, places = _placed(self.grid, part, first + lines.start, columns.start, 16)
-            codes = scratch(2 * part.size, "numbers").view(np.uint16).reshape(part.shape)
+            codes = out[lines, columns] if out is not None else scratch(part.size, "counted").reshape(part.shape)
             _invert(table, places, codes)
             if codes.max(initial=0) == _NONE:
-                found += int(np.count_nonzero(codes == _NONE))
-            if out is not None:
-                np.copyto(out[lines, columns], codes, casting="unsafe")
+                found += _count(codes, _NONE) - _count(part, _NANS[_NONE])
         return found
 
 
 # ---- looking up
 
+_BLOCKS = 64  # coded at a time: an inverse table has 65,536 entries
+
 
 def _regions(block: tuple[int, int], first: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Cut the rows from ``first`` on into regions of at most ``_INVERSES`` blocks: lines among these rows, columns."""
+    """Cut the rows from ``first`` on into regions of at most ``_BLOCKS`` blocks: lines among these rows, columns."""
     high, wide = (min(edge, n) for edge, n in zip(block, (first + rows, width), strict=True))
-    across = min(_INVERSES, -(-width // wide))
-    down = _INVERSES // across
+    across = min(_BLOCKS, -(-width // wide))
+    down = _BLOCKS // across
     for top in range(first // high, -(-(first + rows) // high), down):
         lines = slice(max(top * high, first) - first, min((top + down) * high, first + rows) - first)
         for left in range(0, width, across * wide):
@@ -226,46 +233,72 @@ def _all_tables(grid: Grid) -> U16:
 
 
 def _placed(grid: Grid, elements: U8 | U16, first: int, left: int, bits: int) -> tuple[U16, I32]:
-    """Tables of the blocks of a region that begins at row ``first`` and column ``left``, and the place of each element
-    in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
+    """Tables of the blocks of a region from row ``first`` and column ``left`` on, where a block begins, and the place of
+    each element in them: the bits from ``bits`` on number its block. Places are in memory of the thread."""
     (rows, columns), (high, wide) = elements.shape, grid.block
-    above, below = first // high, -(-(first + rows) // high)
-    before, behind = left // wide, -(-(left + columns) // wide)
-    own = _tables(grid, above, below)[:, before:behind]
+    end, across = first + rows, -(-columns // wide)
+    above, below, before = first // high, -(-end // high), left // wide
+    numbers = _numbers(below - above, across, min(wide, columns), bits)
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
-    np.copyto(places, elements)
-    if own.size > 256:
-        across = np.arange(columns) // wide
-        for row in range(above, below):
-            lines = slice(max(row * high, first) - first, min((row + 1) * high, first + rows) - first)
-            places[lines] += ((row - above) * (behind - before) + across << bits).astype(np.int32)
+    for start, stop in _whole_blocks(first, end, high):
+        row, count = start // high - above, -(-stop // high) - start // high
+        piece, into = (array[start - first : stop - first].reshape(count, -1, columns) for array in (elements, places))
+        np.add(piece, numbers[row : row + count, :, :columns], out=into)
+    own = _tables(grid, above, below)[:, before : before + across]
     return np.ascontiguousarray(own).reshape(-1, 256), places
+
+
+def _whole_blocks(first: int, end: int, high: int) -> Iterator[tuple[int, int]]:
+    """Cut rows into what is left of a first block, whole blocks, and what there is of a last one."""
+    head = min(-(-first // high) * high, end)
+    cuts = [first, head, max(end // high * high, head), end]
+    return ((start, stop) for start, stop in pairwise(cuts) if start < stop)
+
+
+@lru_cache(maxsize=8)
+def _numbers(down: int, across: int, wide: int, bits: int) -> I32:
+    """The numbers of blocks, ``bits`` bits to the left, for a row of elements in each row of blocks."""
+    numbers = np.arange(down * across, dtype=np.int32).reshape(down, 1, across) << bits
+    return np.repeat(numbers, wide, axis=2)
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
-        self.inverse: U16 = np.full(_INVERSES << 16, _NONE, np.uint16)
+        self.inverse: U8 = np.full(_BLOCKS << 16, _NONE, np.uint8)
 
 
-_CODES = np.tile(np.arange(256, dtype=np.uint16), _INVERSES)
-_NONE = 0x100  # the entry of an inverse table for a value that no code gives
+_NONE = 0xFF  # the entry of an inverse table for a value that no code gives; it is that of the negative NaN too
+_CODES = np.tile(np.arange(256, dtype=np.uint8), _BLOCKS)
+_FIRST = np.arange(_BLOCKS)[:, None] << 16
 _own = _Own()
 
 
-def _look_up(table: U16, places: I32, out: U16) -> None:
+def _look_up(table: U8 | U16, places: I32, out: U8 | U16) -> None:
     """``out`` = ``table[places]``. numpy would copy the places to 64 bits, and hold the interpreter lock meanwhile."""
     import torch
 
-    entries = torch.from_numpy(table.reshape(-1).view(np.int16))
-    at, to = torch.from_numpy(places.reshape(-1)), torch.from_numpy(out.reshape(-1).view(np.int16))
-    torch.index_select(entries, 0, at, out=to)
+    whole = out.flags.c_contiguous
+    found = out if whole else scratch(out.nbytes, "found").view(out.dtype).reshape(out.shape)
+    signed = np.dtype(f"i{out.itemsize}")  # torch selects no unsigned 16 bits
+    entries, to = (torch.from_numpy(array.reshape(-1).view(signed)) for array in (table, found))
+    torch.index_select(entries, 0, torch.from_numpy(places.reshape(-1)), out=to)
+    if not whole:
+        np.copyto(out, found)
 
 
-def _invert(table: U16, places: I32, out: U16) -> None:
+def _invert(table: U16, places: I32, out: U8) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
-    spots = (table + (np.arange(len(table))[:, None] << 16)).reshape(-1)
-    _own.inverse[spots] = _CODES[: len(spots)]
+    import torch
+
+    spots = torch.from_numpy(np.add(table, _FIRST[: len(table)], dtype=np.int64).reshape(-1))
+    inverse = torch.from_numpy(_own.inverse)
+    inverse.scatter_(0, spots, torch.from_numpy(_CODES))
     try:
         _look_up(_own.inverse, places, out)
     finally:
-        _own.inverse[spots] = _NONE
+        inverse.scatter_(0, spots, _NONE)
+
+
+def _count(elements: U8 | U16, value: int) -> int:
+    equal = scratch(elements.size, "equal").view(np.bool_).reshape(elements.shape)
+    return int(np.count_nonzero(np.equal(elements, value, out=equal)))

@@ -62,7 +62,7 @@ def codes_of(values: np.ndarray[Any, Any], grid: Grid) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("block", [(128, 128), (3, 5), (1, 7), (1 << 62, 1 << 62)])
 @pytest.mark.parametrize("nan", [False, True])
 def test_any_rows_of_any_blocks(block: tuple[int, int], nan: bool) -> None:
-    """Slabs begin and end anywhere in blocks that are ragged at the edges."""
+    """Slabs begin and end anywhere in blocks that are ragged at the edges, there and back."""
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 0x7F, (300, 1000), dtype=np.uint8) | rng.integers(0, 2, (300, 1000), dtype=np.uint8) << 7
     codes[70, 33] |= 0x7F if nan else 0
@@ -78,6 +78,10 @@ def test_any_rows_of_any_blocks(block: tuple[int, int], nan: bool) -> None:
         odd = codes[first:end] & 0x7F == 0x7F
         assert (got[~odd] == expected[first:end][~odd]).all()
         assert (got[odd] == (codes[first:end][odd].astype(np.uint16) >> 7 << 15 | 0x7FC0)).all()
+        coded = Coded(plan, grid)
+        back = read_plan(Plan.region(coded, 0, codes.shape, 1).slice(0, first, end))
+        assert bytes(back) == codes[first:end].tobytes()
+        assert coded.strangers(first, end - first) == 0
 
 
 @pytest.mark.parametrize("exponent", range(256))

@@ -29,7 +29,8 @@ _BLOCK = 1 << 20
 Config = dict[str, Any]
 Shape = tuple[int, ...]
 Tensor = tuple[str, str, Shape]  # name, dtype, shape
-_ITEMSIZE = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+_CODES = "F8_E4M3"
+_ITEMSIZE = {"BF16": 2, "F32": 4, _CODES: 1}
 _SCALE = "_scale_inv"
 
 
@@ -44,8 +45,8 @@ def generate(
 ) -> int:
     """Write the checkpoint into the new folder ``folder``; returns the bytes of its tensors, about ``gb`` * 10^9.
 
-    With ``fp8`` the same model with its projections in blocks of FP8, at about half the bytes. With ``numbers`` its
-    weights lie between 2^-7 and 2^-5, of either sign.
+    With ``fp8`` the same model with its projections in blocks of FP8, at about half the bytes, and with every code but
+    NaN, which no quantizer writes. With ``numbers`` its weights lie between 2^-7 and 2^-5, of either sign.
     """
     folder.mkdir(parents=True)
     config = _config(family, int(gb * 1e9), hidden)
@@ -151,7 +152,7 @@ def _coded(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
     """Projections as codes, each followed by its scales."""
     for name, dtype, shape in tensors:
         if name.endswith("_proj.weight") and "eh_proj" not in name:
-            yield name, "F8_E4M3", shape
+            yield name, _CODES, shape
             yield name + _SCALE, "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
         else:
             yield name, dtype, shape
@@ -222,10 +223,14 @@ def _write_shard(path: Path, tensors: list[Tensor], seed: tuple[int, int], numbe
             if numbers:  # the upper half of an fp32 number is a bf16 number
                 block = block & 0x80FF | 0x3C00
             file.write(block.view(np.uint8)[: at - start].data)
-        for name, _, shape in tensors:
+        for name, dtype, shape in tensors:
+            start = 8 + len(raw) + header[name]["data_offsets"][0]
             if name.endswith(_SCALE):  # random bits would be no scales
-                file.seek(8 + len(raw) + header[name]["data_offsets"][0])
+                file.seek(start)
                 file.write(np.random.Generator(draw).uniform(1e-5, 1e-3, shape).astype(np.float32).data)
+            elif dtype == _CODES:
+                codes = np.memmap(path, np.uint8, "r+", start, shape)
+                codes -= codes & 0x7F == 0x7F
 
 
 def main() -> None:
