@@ -220,9 +220,9 @@ def _counts(derived: Mapping[str, Coded]) -> Iterator[Callable[[Alive], tuple[st
         high = min(coded.grid.block[0], rows)
         step = high * max(1, SLAB // (2 * width * high))
         for first in range(0, rows, step):
-            yield partial(_count, name, coded, first, min(step, rows - first))
+            yield partial(_count, name, coded, first, min(first + step, rows))
 
 
-def _count(name: str, coded: Coded, first: int, rows: int, alive: Alive) -> tuple[str, int]:
+def _count(name: str, coded: Coded, first: int, end: int, alive: Alive) -> tuple[str, int]:
     alive()
-    return name, coded.strangers(first, rows)
+    return name, coded.strangers(first, end)

@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 
 from mtpcheck.box import Shape
+from mtpcheck.e4m3 import F32, U8
 from mtpcheck.encoding import CODES
-from mtpcheck.fp8 import F32, U8, WHOLE
+from mtpcheck.fp8 import WHOLE
 from mtpcheck.move import SLAB, by_rows, bytes_of
 from mtpcheck.parallel import Alive, in_parallel
 from mtpcheck.plan import Plan

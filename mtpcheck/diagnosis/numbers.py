@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpcheck import fp8
+from mtpcheck import e4m3
 from mtpcheck.dtypes import cast_values
 from mtpcheck.move import read_plan, slabs
 from mtpcheck.tensormap import TensorRef
@@ -64,7 +64,7 @@ def rounded(values: Floats, dtype: str) -> Floats:
 def _narrow(dtype: str) -> tuple[Floats, Floats]:
     """All values by code, and the finite positive ones in order; code order is value order for these."""
     if dtype == "F8_E4M3":
-        values: Floats = fp8.values()
+        values: Floats = e4m3.values()
     else:  # e5m2 is the upper byte of an fp16
         values = (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
     positive = values[:128]

@@ -1,0 +1,200 @@
+"""Codes of e4m3fn in blocks with one scale each: to bf16, and back to the code that gives a value.
+
+    value = bf16( code × scale )        the product in fp32, rounded to nearest even
+
+The way there multiplies; where NaN or an extreme scale makes that unsafe, it looks values up in a table of each block.
+The way back looks up in the inverse of that table, so that no arithmetic is inverted. Codes of one block have four
+significant bits, bf16 has eight: two codes that differ give values that differ, unless the product leaves the range of
+bf16 (docs/fp8.md).
+
+Arrays are rows of a matrix from row ``first`` on, [rows, width], and the scales of the rows of blocks that these touch.
+With two workers what costs is waiting for the interpreter lock, so there are few calls, of which each does much
+(docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpcheck.box import Shape
+from mtpcheck.move import scratch
+
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
+
+Block = tuple[int, int]
+"""Rows and columns that have a scale."""
+
+_NANS = (np.arange(256) >> 7 << 15).astype(np.uint16) | np.uint16(0x7FC0)
+
+
+@lru_cache(maxsize=1)
+def values() -> F32:
+    """The value of each of the 256 codes of e4m3fn: four exponent bits with bias 7, no infinity, 0x7F and 0xFF NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    plain = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    plain[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, plain, -plain).astype(np.float32)
+
+
+def decode(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
+    """Fill ``out`` with the bits of the bf16 values of ``codes``. A NaN keeps the sign of its code."""
+    if _multiplies(codes, scales):
+        _multiply(codes, scales, block, first, out)
+    else:
+        _look_up(_tables(scales), _places(codes, scales.shape, block, first, 8), out)
+
+
+def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
+    """Fill ``out`` with the codes of bf16 values, given as bits. The result is how many of them no code gives; what is
+    in their place in ``out`` means nothing. No two codes of a block may have one value."""
+    found = 0
+    for part, blocks in _regions(held.shape, block, first):
+        codes = out[part]
+        places = _places(held[part], scales[blocks].shape, block, first + part[0].start, 16)
+        _invert(_tables(scales[blocks]), places, codes)
+        if codes.max(initial=0) == _NONE:
+            found += _count(codes, _NONE) - _count(held[part], _NANS[_NONE])
+    return found
+
+
+# ---- multiplying
+
+
+def _multiplies(codes: U8, scales: F32) -> bool:
+    """Whether no code is NaN, and no scale is negative, or so small or large that fp32 would not do in between."""
+    return (
+        codes.view(np.int8).max(initial=0) < 0x7F
+        and codes.max(initial=0) < 0xFF
+        and bool(((scales >= 2.0**-117) & (scales < 2.0**119)).all())
+    )
+
+
+def _multiply(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
+    """The bits of a code, seven places to the left, are an fp16 number of 2^-8 times its value; subnormal if it is."""
+    import torch
+
+    (rows, width), (high, wide) = codes.shape, block
+    halves = out.view(np.int16)
+    np.left_shift(codes.view(np.int8), 7, out=halves, dtype=np.int16)  # repeats the sign in the bit after it
+    np.bitwise_and(halves, np.int16(~0x4000), out=halves)
+    products = torch.from_numpy(scratch(4 * codes.size, "products").view(np.float32).reshape(codes.shape))
+    products.copy_(torch.from_numpy(halves).view(torch.float16))
+    factors = torch.from_numpy(np.repeat(scales * np.float32(256), min(wide, width), axis=1)[:, None, :width])
+    for lines, blocks in _whole_blocks(first, rows, high):
+        products[lines].view(blocks.stop - blocks.start, -1, width).mul_(factors[blocks])
+    torch.from_numpy(halves).view(torch.bfloat16).copy_(products)
+
+
+# ---- looking up
+
+_BLOCKS = 64  # coded at a time: an inverse table has 65,536 entries
+
+
+def _regions(shape: Shape, block: Block, first: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Cut rows into regions of at most ``_BLOCKS`` blocks: where their elements are, and their scales."""
+    rows, width = shape
+    end = first + rows
+    high, wide = min(block[0], end), min(block[1], width)
+    across = min(_BLOCKS, -(-width // wide))
+    down = _BLOCKS // across
+    for top in range(first // high, -(-end // high), down):
+        lines = slice(max(top * high, first) - first, min((top + down) * high, end) - first)
+        for left in range(0, -(-width // wide), across):
+            elements = lines, slice(left * wide, min((left + across) * wide, width))
+            above = top - first // high
+            yield elements, (slice(above, above + down), slice(left, left + across))
+
+
+def _whole_blocks(first: int, rows: int, high: int) -> Iterator[tuple[slice, slice]]:
+    """Cut rows into what is left of a first block, whole blocks, and what there is of a last one: which of the rows,
+    and which rows of blocks."""
+    end, above = first + rows, first // high
+    head = min(-(-first // high) * high, end)
+    for start, stop in pairwise((first, head, max(end // high * high, head), end)):
+        if start < stop:
+            yield slice(start - first, stop - first), slice(start // high - above, -(-stop // high) - above)
+
+
+def _tables(scales: F32) -> U16:
+    """The bf16 bits of all 256 codes under each scale: one row of 256 a scale."""
+    import torch
+
+    bits = np.empty((scales.size, 256), np.uint16)
+    rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    torch.mul(torch.from_numpy(values()), torch.from_numpy(scales.reshape(-1, 1)), out=rounded)
+    if np.isfinite(scales).all():
+        bits[:, 0x7F], bits[:, 0xFF] = _NANS[0x7F], _NANS[0xFF]
+    else:
+        np.copyto(bits, _NANS, where=bits & 0x7FFF > 0x7F80)
+    return bits
+
+
+def _places(elements: U8 | U16, grid: Shape, block: Block, first: int, bits: int) -> I32:
+    """Where each element is in tables of its region: its low ``bits`` bits are the element, the others number its block
+    among ``grid`` of them. In memory of the thread."""
+    rows, width = elements.shape
+    numbers = _numbers(grid, min(block[1], width), bits)
+    places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
+    for lines, blocks in _whole_blocks(first, rows, block[0]):
+        shape = blocks.stop - blocks.start, -1, width
+        np.add(elements[lines].reshape(shape), numbers[blocks, :, :width], out=places[lines].reshape(shape))
+    return places
+
+
+@lru_cache(maxsize=8)
+def _numbers(grid: Shape, wide: int, bits: int) -> I32:
+    """The numbers of blocks, ``bits`` bits to the left, for a row of elements in each row of blocks."""
+    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
+    return np.repeat(numbers, wide, axis=2)
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.inverse: U8 = np.full(_BLOCKS << 16, _NONE, np.uint8)
+
+
+_NONE = 0xFF  # the entry of an inverse table for a value that no code gives; it is that of the negative NaN too
+_CODES = np.tile(np.arange(256, dtype=np.uint8), _BLOCKS)
+_FIRST = np.arange(_BLOCKS)[:, None] << 16
+_own = _Own()
+
+
+def _invert(tables: U16, places: I32, out: U8) -> None:
+    """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
+    import torch
+
+    spots = torch.from_numpy(np.add(tables, _FIRST[: len(tables)], dtype=np.int64).reshape(-1))
+    inverse = torch.from_numpy(_own.inverse)
+    inverse.scatter_(0, spots, torch.from_numpy(_CODES))
+    try:
+        _look_up(_own.inverse, places, out)
+    finally:
+        inverse.scatter_(0, spots, _NONE)
+
+
+def _look_up(table: U8 | U16, places: I32, out: U8 | U16) -> None:
+    """``out`` = ``table[places]``. numpy would copy the places to 64 bits, and hold the interpreter lock meanwhile."""
+    import torch
+
+    whole = out.flags.c_contiguous
+    found = out if whole else scratch(out.nbytes, "found").view(out.dtype).reshape(out.shape)
+    signed = np.dtype(f"i{out.itemsize}")  # torch selects no unsigned 16 bits
+    entries, to = (torch.from_numpy(array.reshape(-1).view(signed)) for array in (table, found))
+    torch.index_select(entries, 0, torch.from_numpy(places.reshape(-1)), out=to)
+    if not whole:
+        np.copyto(out, found)
+
+
+def _count(elements: U8 | U16, value: int) -> int:
+    equal = scratch(elements.size, "equal").view(np.bool_).reshape(elements.shape)
+    return int(np.count_nonzero(np.equal(elements, value, out=equal)))
