@@ -2,7 +2,7 @@
 
     value = bf16( code × scale )        the product in fp32, rounded to nearest even
 
-The way there multiplies; where NaN or an extreme scale makes that unsafe, it looks values up in a table of each block.
+The way there multiplies; where there is NaN or a huge scale it looks values up in a table of each block instead.
 The way back looks up in the inverse of that table, so that no arithmetic is inverted. Codes of one block have four
 significant bits, bf16 has eight: two codes that differ give values that differ, unless the product leaves the range of
 bf16 (docs/fp8.md).
@@ -71,12 +71,9 @@ def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
 
 
 def _multiplies(codes: U8, scales: F32) -> bool:
-    """Whether no code is NaN, and no scale is negative, or so small or large that fp32 would not do in between."""
-    return (
-        codes.view(np.int8).max(initial=0) < 0x7F
-        and codes.max(initial=0) < 0xFF
-        and bool(((scales >= 2.0**-117) & (scales < 2.0**119)).all())
-    )
+    """Whether no code is NaN, and no scale is so large, or none, that 2^8 times it is no number of fp32."""
+    numbers = codes.view(np.int8).max(initial=0) < 0x7F and codes.max(initial=0) < 0xFF
+    return bool(numbers and (np.abs(scales) < 2.0**119).all())
 
 
 def _multiply(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:

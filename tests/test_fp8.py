@@ -36,6 +36,7 @@ from tests import coded
 from tests.test_roundtrip import sha256
 
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+NUMBERS = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
 RANKS = Options("local", topology=Topology(tp=2, etp=1, pp=2, ep=2, first=1))
 
 
@@ -46,9 +47,9 @@ def given(name: str, dtype: str, array: np.ndarray[Any, Any]) -> TensorRef:
     return TensorRef(dtype, Plan.region(Given(name, array.tobytes()), 0, array.shape, array.itemsize))
 
 
-def all_codes(scales: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], Grid]:
-    """A matrix with all 256 codes in every row, bits of its bf16 values, and its grid: a scale a row."""
-    codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
+def all_codes(scales: np.ndarray[Any, Any], nan: bool = True) -> tuple[np.ndarray[Any, Any], Grid]:
+    """Bits of bf16 values of all 256 codes, or of those that are numbers, in every row, and the grid: a scale a row."""
+    codes = np.tile(np.arange(256, dtype=np.uint8) if nan else NUMBERS, (len(scales), 1))
     grid = Grid(given("scales", "F32", scales.astype(np.float32)[:, None]), (1, 256), codes.shape, "x")
     plan = Plan.region(Dequantized(given("codes", "F8_E4M3", codes).plan, grid), 0, codes.shape, 2)
     return np.frombuffer(read_plan(plan), np.uint16).reshape(codes.shape), grid
@@ -101,6 +102,8 @@ def test_all_codes_under_scales_of_every_exponent(exponent: int, sign: int) -> N
         assert len(np.unique(row)) == 256 if exact else len(np.unique(row)) <= 256
     if exact:
         assert (codes_of(ours, grid) == np.arange(256)).all()
+    for n, row in enumerate(ours):  # without NaN, and one by one: they are multiplied where that can be
+        assert (all_codes(scales[n : n + 1], nan=False)[0] == row[NUMBERS]).all()
 
 
 @settings(deadline=None)
