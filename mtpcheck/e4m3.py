@@ -50,19 +50,21 @@ def decode(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
     """Fill ``out`` with the bits of the bf16 values of ``codes``. A NaN keeps the sign of its code."""
     if _multiplies(codes, scales):
         _multiply(codes, scales, block, first, out)
-    else:
-        _look_up(_tables(scales), _places(codes, scales.shape, block, first, 8), out)
+        return
+    for part, blocks in _regions(codes.shape, block, first, _TABLES):
+        places = _places(codes[part], scales[blocks].shape, block, first + part[0].start, 8)
+        _look_up(_tables(scales[blocks]), places, out[part])
 
 
 def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
     """Fill ``out`` with the codes of bf16 values, given as bits. The result is how many of them no code gives; what is
     in their place in ``out`` means nothing. No two codes of a block may have one value."""
     found = 0
-    for part, blocks in _regions(held.shape, block, first):
+    for part, blocks in _regions(held.shape, block, first, _INVERSES):
         codes = out[part]
         places = _places(held[part], scales[blocks].shape, block, first + part[0].start, 16)
         _invert(_tables(scales[blocks]), places, codes)
-        if codes.max(initial=0) == _NONE:
+        if codes.max(initial=0) == _NONE:  # which is the code of one value in every block
             found += _count(codes, _NONE) - _count(held[part], _NANS[_NONE])
     return found
 
@@ -71,16 +73,19 @@ def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
 
 
 def _multiplies(codes: U8, scales: F32) -> bool:
-    """Whether no code is NaN, and no scale is so large, or none, that 2^8 times it is no number of fp32."""
+    """Whether no code is NaN, and every scale a number below 2^119, so that 2^8 times it is one of fp32 too."""
     numbers = codes.view(np.int8).max(initial=0) < 0x7F and codes.max(initial=0) < 0xFF
     return bool(numbers and (np.abs(scales) < 2.0**119).all())
 
 
 def _multiply(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
-    """The bits of a code, seven places to the left, are an fp16 number of 2^-8 times its value; subnormal if it is."""
+    """The bits of a code, seven places to the left, are an fp16 number of 2^-8 times its value, subnormal if it is; the
+    scale makes up for that, so that one product is rounded, and once."""
     import torch
 
     (rows, width), (high, wide) = codes.shape, block
+    if not codes.size:
+        return
     halves = out.view(np.int16)
     np.left_shift(codes.view(np.int8), 7, out=halves, dtype=np.int16)  # repeats the sign in the bit after it
     np.bitwise_and(halves, np.int16(~0x4000), out=halves)
@@ -94,22 +99,23 @@ def _multiply(codes: U8, scales: F32, block: Block, first: int, out: U16) -> Non
 
 # ---- looking up
 
-_BLOCKS = 64  # coded at a time: an inverse table has 65,536 entries
+_TABLES = 4096  # blocks looked up at a time: a table has 512 bytes
+_INVERSES = 64  # coded at a time: an inverse table has 64 KiB
 
 
-def _regions(shape: Shape, block: Block, first: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Cut rows into regions of at most ``_BLOCKS`` blocks: where their elements are, and their scales."""
-    rows, width = shape
-    end = first + rows
-    high, wide = min(block[0], end), min(block[1], width)
-    across = min(_BLOCKS, -(-width // wide))
-    down = _BLOCKS // across
-    for top in range(first // high, -(-end // high), down):
+def _regions(
+    shape: Shape, block: Block, first: int, most: int
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """Cut rows into regions of at most ``most`` blocks: where their elements are, and their scales."""
+    (rows, width), (high, wide) = shape, block
+    end, above = first + rows, first // high
+    across = max(1, min(most, -(-width // wide)))
+    down = most // across
+    for top in range(above, -(-end // high) if rows else above, down):
         lines = slice(max(top * high, first) - first, min((top + down) * high, end) - first)
+        own = slice(top - above, top - above + down)
         for left in range(0, -(-width // wide), across):
-            elements = lines, slice(left * wide, min((left + across) * wide, width))
-            above = top - first // high
-            yield elements, (slice(above, above + down), slice(left, left + across))
+            yield (lines, slice(left * wide, min((left + across) * wide, width))), (own, slice(left, left + across))
 
 
 def _whole_blocks(first: int, rows: int, high: int) -> Iterator[tuple[slice, slice]]:
@@ -140,29 +146,23 @@ def _places(elements: U8 | U16, grid: Shape, block: Block, first: int, bits: int
     """Where each element is in tables of its region: its low ``bits`` bits are the element, the others number its block
     among ``grid`` of them. In memory of the thread."""
     rows, width = elements.shape
-    numbers = _numbers(grid, min(block[1], width), bits)
+    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
+    numbers = np.repeat(numbers, min(block[1], width), axis=2)[:, :, :width]
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
     for lines, blocks in _whole_blocks(first, rows, block[0]):
         shape = blocks.stop - blocks.start, -1, width
-        np.add(elements[lines].reshape(shape), numbers[blocks, :, :width], out=places[lines].reshape(shape))
+        np.add(elements[lines].reshape(shape), numbers[blocks], out=places[lines].reshape(shape))
     return places
-
-
-@lru_cache(maxsize=8)
-def _numbers(grid: Shape, wide: int, bits: int) -> I32:
-    """The numbers of blocks, ``bits`` bits to the left, for a row of elements in each row of blocks."""
-    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
-    return np.repeat(numbers, wide, axis=2)
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
-        self.inverse: U8 = np.full(_BLOCKS << 16, _NONE, np.uint8)
+        self.inverse: U8 = np.full(_INVERSES << 16, _NONE, np.uint8)
 
 
 _NONE = 0xFF  # the entry of an inverse table for a value that no code gives; it is that of the negative NaN too
-_CODES = np.tile(np.arange(256, dtype=np.uint8), _BLOCKS)
-_FIRST = np.arange(_BLOCKS)[:, None] << 16
+_CODES = np.tile(np.arange(256, dtype=np.uint8), _INVERSES)
+_FIRST = np.arange(_INVERSES)[:, None] << 16
 _own = _Own()
 
 
@@ -172,8 +172,8 @@ def _invert(tables: U16, places: I32, out: U8) -> None:
 
     spots = torch.from_numpy(np.add(tables, _FIRST[: len(tables)], dtype=np.int64).reshape(-1))
     inverse = torch.from_numpy(_own.inverse)
-    inverse.scatter_(0, spots, torch.from_numpy(_CODES))
     try:
+        inverse.scatter_(0, spots, torch.from_numpy(_CODES))
         _look_up(_own.inverse, places, out)
     finally:
         inverse.scatter_(0, spots, _NONE)

@@ -217,6 +217,8 @@ def _counts(derived: Mapping[str, Coded]) -> Iterator[Callable[[Alive], tuple[st
     """Jobs that count strange values, some blocks of rows each."""
     for name, coded in derived.items():
         rows, width = coded.values.shape
+        if not rows * width:
+            continue
         high = min(coded.grid.block[0], rows)
         step = high * max(1, SLAB // (2 * width * high))
         for first in range(0, rows, step):

@@ -65,7 +65,7 @@ class Grid:
         else:  # 2^(e - 127); 0xFF is NaN
             codes = np.frombuffer(raw, np.uint8)
             found = np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int32) - 127)).astype(np.float32)
-        return found.reshape(-1, self.shape[1])
+        return found.reshape(plan.shape)
 
     @property
     def collapsed(self) -> bool:
@@ -111,8 +111,8 @@ class Strange(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """A source: the codes that give a matrix of bf16 values under kept scales. Reading raises Strange for a value
-    that no code gives."""
+    """A source: the codes that give a matrix of bf16 values under kept scales, which are not ``collapsed``. Reading
+    raises Strange for a value that no code gives."""
 
     values: Plan
     grid: Grid

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from mtpcheck.checkpoint import open_checkpoint
 from mtpcheck.convert import convert
+from mtpcheck.e4m3 import decode, encode
 from mtpcheck.errors import CheckpointFails
 from mtpcheck.files import LocalFile
 from mtpcheck.fp8 import WHOLE, Coded, Dequantized, Grid, Strange
@@ -127,6 +128,16 @@ def test_no_value_but_those_of_codes_is_coded(scale: float) -> None:
     own = ours.reshape(1, -1)
     grid = Grid(given("scale", "F32", np.array([[scale]], np.float32)), (1, 256), own.shape, "x")
     assert Coded(given("values", "BF16", own).plan, grid).strangers(0, 1) == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("scale", [1.0, np.inf])
+def test_a_matrix_of_no_elements(shape: tuple[int, int], scale: float) -> None:
+    scales = np.full(tuple(-(-n // 2) for n in shape), scale, np.float32)
+    empty = np.empty(shape, np.uint8)
+    decode(empty, scales, (2, 2), 0, empty.astype(np.uint16))
+    assert encode(empty.astype(np.uint16), scales, (2, 2), 0, empty) == 0
+    assert not Grid(given("scales", "F32", scales), (2, 2), shape, "x").collapsed
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 24), (41, 25), (39, 23), (80, 7), (5, 100)])
