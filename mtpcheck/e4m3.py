@@ -146,13 +146,19 @@ def _places(elements: U8 | U16, grid: Shape, block: Block, first: int, bits: int
     """Where each element is in tables of its region: its low ``bits`` bits are the element, the others number its block
     among ``grid`` of them. In memory of the thread."""
     rows, width = elements.shape
-    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
-    numbers = np.repeat(numbers, min(block[1], width), axis=2)[:, :, :width]
+    numbers = _numbers(grid, min(block[1], width), bits)[:, :, :width]
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
     for lines, blocks in _whole_blocks(first, rows, block[0]):
         shape = blocks.stop - blocks.start, -1, width
         np.add(elements[lines].reshape(shape), numbers[blocks], out=places[lines].reshape(shape))
     return places
+
+
+@lru_cache(maxsize=2)
+def _numbers(grid: Shape, wide: int, bits: int) -> I32:
+    """The numbers of blocks, ``bits`` bits to the left, for a row of elements in each row of blocks."""
+    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
+    return np.repeat(numbers, wide, axis=2)
 
 
 class _Own(threading.local):
