@@ -18,12 +18,16 @@ import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.move import scratch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -52,8 +56,10 @@ def decode(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
         _multiply(codes, scales, block, first, out)
         return
     for part, blocks in _regions(codes.shape, block, first, _TABLES):
-        places = _places(codes[part], scales[blocks].shape, block, first + part[0].start, 8)
-        _look_up(_tables(scales[blocks]), places, out[part])
+        places = _places(codes[part], scales[blocks].shape, block, first + part[0].start)
+        bits = np.empty((scales[blocks].size, 256), np.uint16)
+        _tables(scales[blocks], bits, _as_bf16(bits))
+        _look_up(bits, places, out[part])
 
 
 def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
@@ -62,8 +68,8 @@ def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
     found = 0
     for part, blocks in _regions(held.shape, block, first, _INVERSES):
         codes = out[part]
-        places = _places(held[part], scales[blocks].shape, block, first + part[0].start, 16)
-        _invert(_tables(scales[blocks]), places, codes)
+        places = _places(held[part], scales[blocks].shape, block, first + part[0].start)
+        _invert(scales[blocks], places, codes)
         if codes.max(initial=0) == _NONE:  # which is the code of one value in every block
             found += _count(codes, _NONE) - _count(held[part], _NANS[_NONE])
     return found
@@ -128,61 +134,73 @@ def _whole_blocks(first: int, rows: int, high: int) -> Iterator[tuple[slice, sli
             yield slice(start - first, stop - first), slice(start // high - above, -(-stop // high) - above)
 
 
-def _tables(scales: F32) -> U16:
-    """The bf16 bits of all 256 codes under each scale: one row of 256 a scale."""
+def _tables(scales: F32, bits: U16, rounded: Tensor) -> None:
+    """Fill ``bits``, which are those of ``rounded``, with all 256 codes under each scale: one row of 256 a scale."""
     import torch
 
-    bits = np.empty((scales.size, 256), np.uint16)
-    rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     torch.mul(torch.from_numpy(values()), torch.from_numpy(scales.reshape(-1, 1)), out=rounded)
     if np.isfinite(scales).all():
         bits[:, 0x7F], bits[:, 0xFF] = _NANS[0x7F], _NANS[0xFF]
     else:
         np.copyto(bits, _NANS, where=bits & 0x7FFF > 0x7F80)
-    return bits
 
 
-def _places(elements: U8 | U16, grid: Shape, block: Block, first: int, bits: int) -> I32:
-    """Where each element is in tables of its region: its low ``bits`` bits are the element, the others number its block
-    among ``grid`` of them. In memory of the thread."""
+def _as_bf16(bits: U16) -> Tensor:
+    import torch
+
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _places(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
+    """Where each element is in tables of its region: its low bits are the element, those above number its block among
+    ``grid`` of them. In memory of the thread, where the numbers stay for the next region of that form."""
+    form = elements.shape, elements.itemsize, grid, block, first % block[0]
+    if _own.form != form:
+        _own.form, _own.places = form, _numbers(elements, grid, block, first)
+    np.copyto(_own.places.view(elements.dtype).reshape(*elements.shape, -1)[:, :, 0], elements)
+    return _own.places
+
+
+def _numbers(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
+    """The numbers of blocks as many bits to the left as an element has."""
     rows, width = elements.shape
-    numbers = _numbers(grid, min(block[1], width), bits)[:, :, :width]
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
+    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << 8 * elements.itemsize
+    wide = np.repeat(numbers, min(block[1], width), axis=2)[:, :, :width]
     for lines, blocks in _whole_blocks(first, rows, block[0]):
-        shape = blocks.stop - blocks.start, -1, width
-        np.add(elements[lines].reshape(shape), numbers[blocks], out=places[lines].reshape(shape))
+        places[lines].reshape(blocks.stop - blocks.start, -1, width)[...] = wide[blocks]
     return places
-
-
-@lru_cache(maxsize=2)
-def _numbers(grid: Shape, wide: int, bits: int) -> I32:
-    """The numbers of blocks, ``bits`` bits to the left, for a row of elements in each row of blocks."""
-    numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << bits
-    return np.repeat(numbers, wide, axis=2)
 
 
 class _Own(threading.local):
     def __init__(self) -> None:
         self.inverse: U8 = np.full(_INVERSES << 16, _NONE, np.uint8)
+        self.spots = np.repeat(np.arange(_INVERSES)[:, None] << 16, 256, axis=1)
+        self.bits: U16 = self.spots.view(np.uint16)[:, ::4]
+        self.rounded = _as_bf16(self.bits)
+        self.form: object = None
+        self.places: I32 = np.empty((0, 0), np.int32)
 
 
 _NONE = 0xFF  # the entry of an inverse table for a value that no code gives; it is that of the negative NaN too
 _CODES = np.tile(np.arange(256, dtype=np.uint8), _INVERSES)
-_FIRST = np.arange(_INVERSES)[:, None] << 16
+_NOTHING = np.full(_INVERSES << 8, _NONE, np.uint8)  # torch scatters one number more slowly
 _own = _Own()
 
 
-def _invert(tables: U16, places: I32, out: U8) -> None:
+def _invert(scales: F32, places: I32, out: U8) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
     import torch
 
-    spots = torch.from_numpy(np.add(tables, _FIRST[: len(tables)], dtype=np.int64).reshape(-1))
+    n = scales.size
+    _tables(scales, _own.bits[:n], _own.rounded[:n])
+    spots = torch.from_numpy(_own.spots[:n].reshape(-1))
     inverse = torch.from_numpy(_own.inverse)
     try:
         inverse.scatter_(0, spots, torch.from_numpy(_CODES))
         _look_up(_own.inverse, places, out)
     finally:
-        inverse.scatter_(0, spots, _NONE)
+        inverse.scatter_(0, spots, torch.from_numpy(_NOTHING))
 
 
 def _look_up(table: U8 | U16, places: I32, out: U8 | U16) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from mtpcheck.box import Shape
 from mtpcheck.e4m3 import F32, U8, decode, encode
 from mtpcheck.errors import FormatError
-from mtpcheck.move import by_rows, bytes_of, fill, read_plan, scratch
+from mtpcheck.move import by_rows, bytes_of, read_plan, scratch
 from mtpcheck.plan import Plan
 from mtpcheck.tensormap import TensorRef
 
@@ -145,7 +145,6 @@ class Coded:
     def _code(self, first: int, end: int, out: U8) -> int:
         """Fill ``out`` with the codes of some rows; returns how many values no code gives."""
         shape = end - first, self.values.shape[1]
-        held = scratch(2 * prod(shape), "held")  # read, since a file that is mapped here is slower for every page
-        fill(self.values.slice(0, first, end), held.data)
+        held = bytes_of(self.values.slice(0, first, end), "held")
         scales = self.grid.of_rows(first, end)
         return encode(held.view(np.uint16).reshape(shape), scales, self.grid.block, first, out.reshape(shape))

@@ -201,11 +201,19 @@ def unpickle(data: bytes, where: str, foreign: bool = False) -> Any:
         raise FormatError(f"{where}: damaged pickle ({type(error).__name__}: {error})") from None
 
 
+_END = 4096
+
+
 class Window(io.RawIOBase):
-    """Part of a source as a read-only file object, for the standard library's readers."""
+    """Part of a source as a read-only file object, for the standard library's readers.
+
+    Both ends are kept once they are read. What a zip holds beside one large tensor lies there, in a dozen fields, and
+    every read lets go of the interpreter lock, which costs a worker more than the read (docs/benchmarks.md).
+    """
 
     def __init__(self, source: Source, start: int, length: int) -> None:
         self.source, self.start, self.length, self.position = source, start, length, 0
+        self._ends: dict[int, bytes] = {}
 
     def readable(self) -> bool:
         return True
@@ -223,10 +231,18 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         n = max(0, min(len(view), self.length - self.position))
-        if n:
-            self.source.read_into(view[:n], self.start + self.position)
-            self.position += n
+        view[:n] = self.piece(self.position, n)
+        self.position += n
         return n
+
+    def piece(self, offset: int, length: int) -> bytes:
+        """Bytes of the part. They may lie past its end, though not past that of the source."""
+        for first in (0, max(0, self.length - _END)):
+            if first <= offset and offset + length <= min(first + _END, self.length):
+                if first not in self._ends:
+                    self._ends[first] = read(self.source, self.start + first, min(_END, self.length))
+                return self._ends[first][offset - first : offset - first + length]
+        return read(self.source, self.start + offset, length)
 
 
 @dataclass(frozen=True)
@@ -234,9 +250,7 @@ class Archive:
     """One ``torch.save`` zip: its unpickled root object, and where its members are in the source."""
 
     root: Any
-    source: Source
-    start: int
-    length: int
+    window: Window
     where: str
     members: Mapping[str, tuple[int, int]]
     """name → (place of its local header within the zip, bytes)"""
@@ -246,19 +260,20 @@ class Archive:
         at, nbytes = self.members.get(f"data/{key}", (0, -1))
         if nbytes < 0:
             raise FormatError(f"{self.where}: the pickle names a storage {key!r} that the zip does not hold; damaged")
-        header = read(self.source, self.start + at, 30)
+        header = self.window.piece(at, 30)
         names, extra = struct.unpack("<HH", header[26:30])
         begin = at + 30 + names + extra
-        if header[:4] != b"PK\3\4" or begin + nbytes > self.length:
+        if header[:4] != b"PK\3\4" or begin + nbytes > self.window.length:
             raise FormatError(f"{self.where}: member 'data/{key}' reaches past the end of its zip")
-        return self.start + begin, nbytes
+        return self.window.start + begin, nbytes
 
 
 def read_archive(source: Source, start: int, length: int, where: str, foreign: bool = False) -> Archive:
     """Parse the zip at ``[start, start + length)`` of ``source``. Raises FormatError if it is not a sound one."""
-    read(source, start, min(length, 4))  # an unreadable file is no damaged zip
+    window = Window(source, start, length)
+    window.piece(0, min(length, 4))  # an unreadable file is no damaged zip
     try:
-        with zipfile.ZipFile(io.BufferedReader(Window(source, start, length), 4096)) as zipped:
+        with zipfile.ZipFile(window) as zipped:
             members = {info.filename.partition("/")[2]: info for info in zipped.infolist()}
             if len(members) != len(zipped.infolist()):
                 raise FormatError(f"{where}: two members of one name; refused")
@@ -273,4 +288,4 @@ def read_archive(source: Source, start: int, length: int, where: str, foreign: b
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
         raise FormatError(f"{where}: not a sound zip ({error}); the file is cut off or damaged") from None
     places = {name: (info.header_offset, info.file_size) for name, info in members.items()}
-    return Archive(root, source, start, length, where, places)
+    return Archive(root, window, where, places)
