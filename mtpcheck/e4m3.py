@@ -18,16 +18,12 @@ import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpcheck.box import Shape
 from mtpcheck.move import scratch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -57,9 +53,7 @@ def decode(codes: U8, scales: F32, block: Block, first: int, out: U16) -> None:
         return
     for part, blocks in _regions(codes.shape, block, first, _TABLES):
         places = _places(codes[part], scales[blocks].shape, block, first + part[0].start)
-        bits = np.empty((scales[blocks].size, 256), np.uint16)
-        _tables(scales[blocks], bits, _as_bf16(bits))
-        _look_up(bits, places, out[part])
+        _look_up(_tables(scales[blocks]), places, out[part])
 
 
 def encode(held: U16, scales: F32, block: Block, first: int, out: U8) -> int:
@@ -134,21 +128,18 @@ def _whole_blocks(first: int, rows: int, high: int) -> Iterator[tuple[slice, sli
             yield slice(start - first, stop - first), slice(start // high - above, -(-stop // high) - above)
 
 
-def _tables(scales: F32, bits: U16, rounded: Tensor) -> None:
-    """Fill ``bits``, which are those of ``rounded``, with all 256 codes under each scale: one row of 256 a scale."""
+def _tables(scales: F32) -> U16:
+    """The bf16 bits of all 256 codes under each scale: one row of 256 a scale."""
     import torch
 
+    bits = np.empty((scales.size, 256), np.uint16)
+    rounded = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     torch.mul(torch.from_numpy(values()), torch.from_numpy(scales.reshape(-1, 1)), out=rounded)
     if np.isfinite(scales).all():
         bits[:, 0x7F], bits[:, 0xFF] = _NANS[0x7F], _NANS[0xFF]
     else:
         np.copyto(bits, _NANS, where=bits & 0x7FFF > 0x7F80)
-
-
-def _as_bf16(bits: U16) -> Tensor:
-    import torch
-
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return bits
 
 
 def _places(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
@@ -176,8 +167,6 @@ class _Own(threading.local):
     def __init__(self) -> None:
         self.inverse: U8 = np.full(_INVERSES << 16, _NONE, np.uint8)
         self.spots = np.repeat(np.arange(_INVERSES)[:, None] << 16, 256, axis=1)
-        self.bits: U16 = self.spots.view(np.uint16)[:, ::4]
-        self.rounded = _as_bf16(self.bits)
         self.form: object = None
         self.places: I32 = np.empty((0, 0), np.int32)
 
@@ -192,9 +181,9 @@ def _invert(scales: F32, places: I32, out: U8) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
     import torch
 
-    n = scales.size
-    _tables(scales, _own.bits[:n], _own.rounded[:n])
-    spots = torch.from_numpy(_own.spots[:n].reshape(-1))
+    own = _own.spots[: scales.size]
+    own.view(np.uint16)[:, ::4] = _tables(scales)
+    spots = torch.from_numpy(own.reshape(-1))
     inverse = torch.from_numpy(_own.inverse)
     try:
         inverse.scatter_(0, spots, torch.from_numpy(_CODES))
