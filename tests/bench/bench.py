@@ -1,9 +1,12 @@
 """Throughput and memory of every command, beside what the shell does with the same bytes in the same run.
 
-    python tests/bench/bench.py [--gb 2] [--family glm4_moe|llama] [--hidden 2048] [--runs 3] [--workdir DIR]
+    python tests/bench/bench.py [--gb 2] [--family glm4_moe|llama] [--hidden 2048] [--runs 3] [--rounds 2]
+                                   [--workdir DIR]
 
 The table goes to stdout as markdown, progress to stderr. GB/s are bytes of one copy per wall second, best of
-``--runs``, with a warm page cache; starting Python and importing is not part of a figure. Nothing is asserted.
+``--runs`` in each of ``--rounds`` through all rows, with a warm page cache; starting Python and importing is not part
+of a figure. A machine that is slow for half a minute is slow for one row alone: a second round tells. Nothing is
+asserted.
 """
 
 from __future__ import annotations
@@ -200,30 +203,39 @@ ROWS = (
 )
 
 
-def bench(folder: Path, nbytes: int, runs: int) -> None:
+def bench(folder: Path, nbytes: int, runs: int, rounds: int) -> None:
     """Measure every row in ``folder`` and print the table. It holds the checkpoint as ``source``, in ``fp8``, and with
     ``numbers`` that a model can be run with."""
-    print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
     seconds: dict[str, float] = {}
+    memory: dict[str, str] = {}
+    for n in range(rounds):
+        for row in ROWS:
+            print(f"round {n + 1} of {rounds}: {row.name} ...", file=sys.stderr)
+            if row.second.startswith("ranks"):  # page cache for what comes, not for what is over
+                shutil.rmtree(folder / "there", ignore_errors=True)
+            took, memory[row.name] = _measure(row, folder, runs)
+            seconds[row.name] = min(took, seconds.get(row.name, took))
+        for made in ("ranks1", "ranks2", "there", "back"):
+            shutil.rmtree(folder / made, ignore_errors=True)
+    print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
     for row in ROWS:
-        print(f"{row.name} ...", file=sys.stderr)
-        first, second = folder / row.first, folder / row.second
-        if row.second.startswith("ranks"):  # page cache for what comes, not for what is over
-            shutil.rmtree(folder / "there", ignore_errors=True)
-        memory = ""
-        if isinstance(row.command, str):
-            call = [sys.executable, __file__, "--work", row.command, str(first), str(second), "--runs", str(runs)]
-            done = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
-            seconds[row.name], memory = done["seconds"], f"{done['peak'] / 1e6:.0f} MB"
-        else:
-            seconds[row.name] = min(_timed(row.command, first, second) for _ in range(runs))
         took = seconds[row.name]
         rate = "" if row.command is _start else f"{nbytes / took / 1e9:.2f}"
         beside = f"{seconds[row.beside] / took:.2f} × {row.beside}" if row.beside else ""
         if row.command == "draft":
-            drafted = json.loads((second / "drafted.json").read_text())
+            drafted = json.loads((folder / "drafted.json").read_text())
             rate, beside = f"{drafted['nbytes'] / took / 1e9:.2f}", f"{drafted['experts']:.0%} of the experts read"
-        print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory} |", flush=True)
+        print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory[row.name]} |")
+
+
+def _measure(row: Row, folder: Path, runs: int) -> tuple[float, str]:
+    """Seconds of the best run, and the peak of memory where it is known."""
+    first, second = folder / row.first, folder / row.second
+    if not isinstance(row.command, str):
+        return min(_timed(row.command, first, second) for _ in range(runs)), ""
+    call = [sys.executable, __file__, "--work", row.command, str(first), str(second), "--runs", str(runs)]
+    done = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
+    return done["seconds"], f"{done['peak'] / 1e6:.0f} MB"
 
 
 def main() -> None:
@@ -232,6 +244,7 @@ def main() -> None:
     parser.add_argument("--family", choices=("glm4_moe", "llama"), default="glm4_moe")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 256 gives many small tensors")
     parser.add_argument("--runs", type=int, default=3, help="the best of so many counts (default 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="times all rows are measured in turn (default 2)")
     parser.add_argument("--workdir", type=Path, help="folder to work in (default: the system's temporary one)")
     parser.add_argument("--work", nargs=3, metavar=("COMMAND", "FIRST", "SECOND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -244,8 +257,9 @@ def main() -> None:
         nbytes = generate(folder / "source", options.gb, options.family, options.hidden)
         generate(folder / "fp8", options.gb, options.family, options.hidden, fp8=True)
         generate(folder / "numbers", options.gb, options.family, options.hidden, numbers=True)
-        print(f"{options.family}, {nbytes / 1e9:.2f} GB, best of {options.runs}, {os.cpu_count()} cores\n")
-        bench(folder, nbytes, options.runs)
+        best = f"best of {options.rounds} × {options.runs}"
+        print(f"{options.family}, {nbytes / 1e9:.2f} GB, {best}, {os.cpu_count()} cores\n")
+        bench(folder, nbytes, options.runs, options.rounds)
 
 
 if __name__ == "__main__":
