@@ -86,6 +86,26 @@ def test_any_rows_of_any_blocks(block: tuple[int, int], nan: bool) -> None:
         assert coded.strangers(first, end) == 0
 
 
+@pytest.mark.parametrize("nan", [False, True])
+def test_one_slab_after_another_of_nearly_the_same_form(nan: bool) -> None:
+    """What a thread keeps of one slab is never taken for that of the next one."""
+    rng = np.random.default_rng(2)
+    codes = rng.choice(NUMBERS, (9, 8))
+    codes[3, 3] |= 0x7F if nan else 0
+    scales = rng.random((3, 2), np.float32) + np.float32(0.5)
+    numbers = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
+    values, back = np.empty(codes.shape, np.uint16), np.empty_like(codes)
+    for first in (0, 1, 2, 3, 4, 0):
+        for wide in (4, 5, 4):
+            rows, columns = (np.arange(9) + first) // 4 - first // 4, np.arange(8) // wide
+            expected = (numbers * torch.from_numpy(scales[rows][:, columns])).bfloat16()
+            decode(codes, scales, (4, wide), first, values)
+            got = torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+            assert encode(values, scales, (4, wide), first, back) == 0
+            assert (back == codes).all()
+
+
 @pytest.mark.parametrize("exponent", range(256))
 @pytest.mark.parametrize("sign", [0, 1])
 def test_all_codes_under_scales_of_every_exponent(exponent: int, sign: int) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import zipfile
 from pathlib import Path
 
+import pytest
 import torch
 from zlib_ng.zlib_ng import crc32
 
 from mtpcheck.files import LocalFile
-from mtpcheck.layouts.zipstore import read_archive
+from mtpcheck.layouts.zipstore import Window, read_archive
 from mtpcheck.layouts.zipwriter import Frame, Pending, frame, pickled
 
 GIB = 1 << 30
@@ -24,6 +26,20 @@ def written(path: Path, around: Frame) -> Path:
             file.write(data)
     assert path.stat().st_size == around.length
     return path
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 8191, 8192, 9000])
+def test_a_part_of_a_file_reads_as_the_file(length: int, tmp_path: Path) -> None:
+    path, start = tmp_path / "file", 5
+    path.write_bytes(data := random.Random(0).randbytes(start + length + 40))
+    edges = sorted({at for edge in (0, 4096, length - 4096, length) for at in range(edge - 2, edge + 3)})
+    for first in edges:
+        window = Window(LocalFile(path), start, length)
+        for end in edges:
+            if 0 <= first <= end <= length + 40:
+                assert window.piece(first, end - first) == data[start + first : start + end]
+                window.seek(first)
+                assert window.read(end - first) == data[start + first : start + min(end, length)]
 
 
 def test_a_file_and_a_tensor_of_more_than_four_gigabytes(tmp_path: Path) -> None:
