@@ -145,15 +145,18 @@ def _tables(scales: F32) -> U16:
 def _places(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
     """Where each element is in tables of its region: its low bits are the element, those above number its block among
     ``grid`` of them. In memory of the thread, where the numbers stay for the next region of that form."""
-    form = elements.shape, elements.itemsize, grid, block, first % block[0]
+    form = elements.shape, elements.itemsize, grid, block, first % block[0] if grid[0] > 1 else 0
     if _own.form != form:
-        _own.form, _own.places = form, _numbers(elements, grid, block, first)
+        _own.form = None  # as long as the numbers are neither those of before nor these
+        _own.places = _numbers(elements, grid, block, first)
+        _own.form = form
     np.copyto(_own.places.view(elements.dtype).reshape(*elements.shape, -1)[:, :, 0], elements)
     return _own.places
 
 
 def _numbers(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
-    """The numbers of blocks as many bits to the left as an element has."""
+    """The numbers of blocks for every element, as many bits to the left as an element has: in its upper bytes, since
+    machines that torch runs on here are little-endian."""
     rows, width = elements.shape
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
     numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << 8 * elements.itemsize
@@ -166,6 +169,7 @@ def _numbers(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
 class _Own(threading.local):
     def __init__(self) -> None:
         self.inverse: U8 = np.full(_INVERSES << 16, _NONE, np.uint8)
+        # where the inverse table of each block begins; the lowest 16 bits are then the values of its codes
         self.spots = np.repeat(np.arange(_INVERSES)[:, None] << 16, 256, axis=1)
         self.form: object = None
         self.places: I32 = np.empty((0, 0), np.int32)
@@ -173,7 +177,7 @@ class _Own(threading.local):
 
 _NONE = 0xFF  # the entry of an inverse table for a value that no code gives; it is that of the negative NaN too
 _CODES = np.tile(np.arange(256, dtype=np.uint8), _INVERSES)
-_NOTHING = np.full(_INVERSES << 8, _NONE, np.uint8)  # torch scatters one number more slowly
+_NOTHING = np.full(_INVERSES << 8, _NONE, np.uint8)  # an array, since torch takes longer to scatter a scalar
 _own = _Own()
 
 
@@ -181,9 +185,9 @@ def _invert(scales: F32, places: I32, out: U8) -> None:
     """``out`` = the code of every element, or ``_NONE``. The inverse table is as clean afterwards as it was before."""
     import torch
 
-    own = _own.spots[: scales.size]
-    own.view(np.uint16)[:, ::4] = _tables(scales)
-    spots = torch.from_numpy(own.reshape(-1))
+    found = _own.spots[: scales.size]
+    found.view(np.uint16)[:, ::4] = _tables(scales)
+    spots = torch.from_numpy(found.reshape(-1))
     inverse = torch.from_numpy(_own.inverse)
     try:
         inverse.scatter_(0, spots, torch.from_numpy(_CODES))

@@ -231,18 +231,19 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         n = max(0, min(len(view), self.length - self.position))
-        view[:n] = self.piece(self.position, n)
+        self.fill(view[:n], self.position)
         self.position += n
         return n
 
-    def piece(self, offset: int, length: int) -> bytes:
-        """Bytes of the part. They may lie past its end, though not past that of the source."""
+    def fill(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` from byte ``offset`` of the part on, and from what follows the part where it reaches so far."""
         for first in (0, max(0, self.length - _END)):
-            if first <= offset and offset + length <= min(first + _END, self.length):
+            if first <= offset and offset + len(view) <= min(first + _END, self.length):
                 if first not in self._ends:
                     self._ends[first] = read(self.source, self.start + first, min(_END, self.length))
-                return self._ends[first][offset - first : offset - first + length]
-        return read(self.source, self.start + offset, length)
+                view[:] = self._ends[first][offset - first : offset - first + len(view)]
+                return
+        self.source.read_into(view, self.start + offset)
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,8 @@ class Archive:
         at, nbytes = self.members.get(f"data/{key}", (0, -1))
         if nbytes < 0:
             raise FormatError(f"{self.where}: the pickle names a storage {key!r} that the zip does not hold; damaged")
-        header = self.window.piece(at, 30)
+        header = bytearray(30)
+        self.window.fill(memoryview(header), at)
         names, extra = struct.unpack("<HH", header[26:30])
         begin = at + 30 + names + extra
         if header[:4] != b"PK\3\4" or begin + nbytes > self.window.length:
@@ -271,7 +273,7 @@ class Archive:
 def read_archive(source: Source, start: int, length: int, where: str, foreign: bool = False) -> Archive:
     """Parse the zip at ``[start, start + length)`` of ``source``. Raises FormatError if it is not a sound one."""
     window = Window(source, start, length)
-    window.piece(0, min(length, 4))  # an unreadable file is no damaged zip
+    window.fill(memoryview(bytearray(min(length, 4))), 0)  # an unreadable file is no damaged zip
     try:
         with zipfile.ZipFile(window) as zipped:
             members = {info.filename.partition("/")[2]: info for info in zipped.infolist()}

@@ -1,11 +1,11 @@
 """Throughput and memory of every command, beside what the shell does with the same bytes in the same run.
 
-    python tests/bench/bench.py [--gb 2] [--family glm4_moe|llama] [--hidden 2048] [--runs 3] [--rounds 2]
-                                   [--workdir DIR]
+    python tests/bench/bench.py [--gb 2] [--family glm4_moe|llama] [--hidden 2048]
+                                [--runs 3] [--rounds 2] [--workdir DIR]
 
 The table goes to stdout as markdown, progress to stderr. GB/s are bytes of one copy per wall second, best of
 ``--runs`` in each of ``--rounds`` through all rows, with a warm page cache; starting Python and importing is not part
-of a figure. A machine that is slow for half a minute is slow for one row alone: a second round tells. Nothing is
+of a figure. There are rounds because a machine that is slow for half a minute is slow for one row alone. Nothing is
 asserted.
 """
 
@@ -207,35 +207,42 @@ def bench(folder: Path, nbytes: int, runs: int, rounds: int) -> None:
     """Measure every row in ``folder`` and print the table. It holds the checkpoint as ``source``, in ``fp8``, and with
     ``numbers`` that a model can be run with."""
     seconds: dict[str, float] = {}
-    memory: dict[str, str] = {}
-    for n in range(rounds):
+    peaks: dict[str, int] = {}
+    for left in reversed(range(rounds)):
         for row in ROWS:
-            print(f"round {n + 1} of {rounds}: {row.name} ...", file=sys.stderr)
+            print(f"round {rounds - left} of {rounds}: {row.name} ...", file=sys.stderr)
             if row.second.startswith("ranks"):  # page cache for what comes, not for what is over
                 shutil.rmtree(folder / "there", ignore_errors=True)
-            took, memory[row.name] = _measure(row, folder, runs)
+            took, peak = _measure(row, folder, runs)
             seconds[row.name] = min(took, seconds.get(row.name, took))
+            peaks[row.name] = max(peak, peaks.get(row.name, 0))
+            if not left:
+                _print(row, folder, nbytes, seconds, peaks)
         for made in ("ranks1", "ranks2", "there", "back"):
             shutil.rmtree(folder / made, ignore_errors=True)
-    print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
-    for row in ROWS:
-        took = seconds[row.name]
-        rate = "" if row.command is _start else f"{nbytes / took / 1e9:.2f}"
-        beside = f"{seconds[row.beside] / took:.2f} × {row.beside}" if row.beside else ""
-        if row.command == "draft":
-            drafted = json.loads((folder / "drafted.json").read_text())
-            rate, beside = f"{drafted['nbytes'] / took / 1e9:.2f}", f"{drafted['experts']:.0%} of the experts read"
-        print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory[row.name]} |")
 
 
-def _measure(row: Row, folder: Path, runs: int) -> tuple[float, str]:
-    """Seconds of the best run, and the peak of memory where it is known."""
+def _print(row: Row, folder: Path, nbytes: int, seconds: dict[str, float], peaks: dict[str, int]) -> None:
+    if row is ROWS[0]:
+        print("| | s | GB/s | beside | memory |\n|---|---|---|---|---|")
+    took, peak = seconds[row.name], peaks[row.name]
+    rate = "" if row.command is _start else f"{nbytes / took / 1e9:.2f}"
+    beside = f"{seconds[row.beside] / took:.2f} × {row.beside}" if row.beside else ""
+    if row.command == "draft":
+        drafted = json.loads((folder / "drafted.json").read_text())
+        rate, beside = f"{drafted['nbytes'] / took / 1e9:.2f}", f"{drafted['experts']:.0%} of the experts read"
+    memory = f"{peak / 1e6:.0f} MB" if peak else ""
+    print(f"| {row.name} | {took:.2f} | {rate} | {beside} | {memory} |", flush=True)
+
+
+def _measure(row: Row, folder: Path, runs: int) -> tuple[float, int]:
+    """Seconds of the best run, and the peak of memory in bytes, 0 where it is not looked at."""
     first, second = folder / row.first, folder / row.second
     if not isinstance(row.command, str):
-        return min(_timed(row.command, first, second) for _ in range(runs)), ""
+        return min(_timed(row.command, first, second) for _ in range(runs)), 0
     call = [sys.executable, __file__, "--work", row.command, str(first), str(second), "--runs", str(runs)]
     done = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
-    return done["seconds"], f"{done['peak'] / 1e6:.0f} MB"
+    return done["seconds"], done["peak"]
 
 
 def main() -> None:
@@ -248,6 +255,8 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, help="folder to work in (default: the system's temporary one)")
     parser.add_argument("--work", nargs=3, metavar=("COMMAND", "FIRST", "SECOND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if min(options.runs, options.rounds) < 1:
+        parser.error("--runs and --rounds are at least 1")
     if options.work:
         work(options.work[0], Path(options.work[1]), Path(options.work[2]), options.runs)
         return
