@@ -155,8 +155,8 @@ def _places(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
 
 
 def _numbers(elements: U8 | U16, grid: Shape, block: Block, first: int) -> I32:
-    """The numbers of blocks for every element, as many bits to the left as an element has: in its upper bytes, since
-    machines that torch runs on here are little-endian."""
+    """The numbers of blocks for every element, as many bits to the left as an element has: in the upper bytes of a
+    little-endian number."""
     rows, width = elements.shape
     places = scratch(4 * elements.size, "places").view(np.int32).reshape(elements.shape)
     numbers = np.arange(grid[0] * grid[1], dtype=np.int32).reshape(grid[0], 1, grid[1]) << 8 * elements.itemsize
