@@ -1,7 +1,7 @@
 """Throughput and memory of every command, beside what the shell does with the same bytes in the same run.
 
     python tests/bench/bench.py [--gb 2] [--family glm4_moe|llama] [--hidden 2048]
-                                [--runs 3] [--rounds 2] [--workdir DIR]
+                                [--runs 3] [--rounds 3] [--workdir DIR]
 
 The table goes to stdout as markdown, progress to stderr. GB/s are bytes of one copy per wall second, best of
 ``--runs`` in each of ``--rounds`` through all rows, with a warm page cache; starting Python and importing is not part
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--family", choices=("glm4_moe", "llama"), default="glm4_moe")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; 256 gives many small tensors")
     parser.add_argument("--runs", type=int, default=3, help="the best of so many counts (default 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="times all rows are measured in turn (default 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="times all rows are measured in turn (default 3)")
     parser.add_argument("--workdir", type=Path, help="folder to work in (default: the system's temporary one)")
     parser.add_argument("--work", nargs=3, metavar=("COMMAND", "FIRST", "SECOND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
