@@ -78,7 +78,8 @@ def _config(family: str, nbytes: int, hidden: int) -> Config:
     for value in (step, 2 * step):
         config[width] = value
         sizes.append(sum(map(_nbytes, tensors_of(config))))
-    config[width] = step * max(1, 1 + round((nbytes - sizes[0]) / (sizes[1] - sizes[0])))
+    fewest = config.get("num_experts_per_tok", step)  # else it could not be run
+    config[width] = max(fewest, step * (1 + round((nbytes - sizes[0]) / (sizes[1] - sizes[0]))))
     return config
 
 
