@@ -78,8 +78,9 @@ def _config(family: str, nbytes: int, hidden: int) -> Config:
     for value in (step, 2 * step):
         config[width] = value
         sizes.append(sum(map(_nbytes, tensors_of(config))))
-    fewest = config.get("num_experts_per_tok", step)  # else it could not be run
-    config[width] = max(fewest, step * (1 + round((nbytes - sizes[0]) / (sizes[1] - sizes[0]))))
+    config[width] = step * max(1, 1 + round((nbytes - sizes[0]) / (sizes[1] - sizes[0])))
+    if family == "glm4_moe":  # no token is routed to more experts than there are
+        config["num_experts_per_tok"] = min(8, config[width])
     return config
 
 
@@ -111,7 +112,6 @@ def _glm4_moe(hidden: int) -> Config:
         "intermediate_size": 2 * hidden,
         "moe_intermediate_size": hidden // 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
