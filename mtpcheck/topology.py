@@ -239,8 +239,6 @@ def parse_layout(text: str) -> list[str]:
 def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int) -> Iterator[str]:
     """Why tensors of a model cannot be cut to these sizes, in words; nothing if they can."""
     tensor = {"hidden size": "hidden", "number of attention heads": "heads", "feed-forward size": "ffn"}
-    if not facts.get("mla"):
-        tensor["number of query groups"] = "groups"
     if facts.get("linear_layers"):
         tensor |= {f"number of {what} heads of linear attention": f"linear_{what}_heads" for what in ("key", "value")}
     sizes = [(what, facts.get(fact) or 0, topology.tp, "TP") for what, fact in tensor.items()]
@@ -259,3 +257,18 @@ def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int)
     for what, size, parts, name in sizes:
         if size % parts:
             yield f"{what} {size} cannot be cut into {name} {parts}"
+    for fact in () if facts.get("mla") else ("groups", "window_groups"):
+        yield from _groups(topology.tp, facts.get(fact) or topology.tp, facts)
+
+
+def _groups(tp: int, groups: int, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Why queries, keys and values, joined group by group, cannot be cut. A group may go to several ranks: each has an
+    even share of the rows, and gathers the others' results (attention.py of megatron-core 0.16.1)."""
+    ranks = tp // groups
+    if groups % tp and tp % groups:
+        yield f"number of query groups {groups} cannot be cut into TP {tp}, nor the other way round"
+    elif ranks > 1:
+        queries = facts["heads"] // groups * facts["head_dim"] * (2 if facts.get("output_gate") else 1)
+        rows = queries + facts["head_dim"] + (facts.get("value_dim") or facts["head_dim"])
+        if rows % ranks:
+            yield f"{rows} rows of a query group cannot be cut into {ranks} ranks of TP {tp}"

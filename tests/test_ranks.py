@@ -22,7 +22,7 @@ from mtpcheck.megatron import Options, dealer
 from mtpcheck.proof import prove
 from mtpcheck.roundtrip import roundtrip
 from mtpcheck.tensormap import TensorMap, read_tensor_map
-from mtpcheck.topology import Topology, topology_of_args
+from mtpcheck.topology import Topology, indivisible, topology_of_args
 from mtpcheck.verify import verify
 from tests import wide
 from tests.conftest import FIXTURES
@@ -201,6 +201,33 @@ def test_uneven_pipelines_and_mtp_on_a_stage_of_its_own(wide_model: Path, tmp_pa
     assert report.verdict == "holds", report.findings
     again = open_checkpoint(tmp_path / "kept" / "torch").ranks
     assert again is not None and again.ranks.topology == topology
+
+
+@pytest.mark.parametrize("name, tp", [("qwen2_mtp", 8), ("glm4_moe", 8), ("glm_ocr", 4), ("mimo_v2_flash", 4)])
+def test_a_query_group_may_go_to_several_ranks(name: str, tp: int, tmp_path: Path) -> None:
+    """megatron-core 0.16.1 cuts the joined rows evenly then too (tests/interop loads the first two)."""
+    for own in (1, tp):
+        topology = Topology(tp=own, etp=1)
+        options = Options("local", 8, topology=topology, text_only=True)
+        convert(FIXTURES / name, tmp_path / f"tp{own}", "torch", options=options)
+    report = verify(FIXTURES / name, tmp_path / f"tp{tp}")
+    assert report.verdict == "holds", report.findings
+    (whole,) = rank_files(tmp_path / "tp1").values()
+    ranks = [root["model"] for _, root in sorted(rank_files(tmp_path / f"tp{tp}").items())]
+    cut = [key for key in whole["model"] if "linear_qkv" in key and key.endswith((".weight", ".bias"))]
+    assert cut and len(ranks) == tp
+    for key in cut:
+        same(torch.cat([model[key] for model in ranks]), whole["model"][key], key)
+
+
+@pytest.mark.parametrize("heads, groups, tp, why", [
+    (12, 4, 6, "number of query groups 4 cannot be cut into TP 6"), (12, 6, 4, "number of query groups 6"),
+    (4, 1, 4, "18 rows of a query group cannot be cut into 4 ranks"), (8, 2, 4, None), (8, 4, 2, None),
+])  # fmt: skip
+def test_which_query_groups_can_be_cut(heads: int, groups: int, tp: int, why: str | None) -> None:
+    facts = {"hidden": 12, "heads": heads, "ffn": 24, "groups": groups, "head_dim": 3}
+    reasons = "; ".join(indivisible(Topology(tp=tp, etp=tp), facts, 24))
+    assert reasons.startswith(why) if why else not reasons
 
 
 @pytest.mark.parametrize("experts, spec", [("legacy", "local"), ("sequential", "te"), ("grouped", "te")])
@@ -693,7 +720,7 @@ def test_hostile_sizes_are_refused_or_found_and_nothing_hangs(tmp_path: Path, ch
 
 
 @pytest.mark.parametrize("flags, why", [
-    ({"tp": 16}, "number of query groups 8 cannot be cut into TP 16"), ({"pp": 5}, "cannot be dealt out"),
+    ({"tp": 3, "etp": 1}, "number of query groups 8 cannot be cut into TP 3"), ({"pp": 5}, "cannot be dealt out"),
     ({"ep": 3}, "number of experts 8 cannot be cut into EP 3"), ({"pp": 2, "vpp": 4}, "no multiples of VPP 4"),
     ({"pp": 2, "layout": "Et*12|m|L"}, "has 3 stages"), ({"pp": 2, "layout": "Et*12|mL"}, "2 × m"),
     ({"pp": 3, "layout": "Et*12|m|mL"}, "spreads MTP layers"),

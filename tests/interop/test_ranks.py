@@ -43,6 +43,8 @@ if os.environ.get("MTPCHECK_ALL"):
         ("qwen2_mtp", "local", Topology(tp=4, etp=4, pp=2, vpp=2)),
         ("qwen3_mtp", "local", Topology(tp=2, etp=2, pp=2)),
         ("llama_mtp", "te", Topology(tp=2, etp=2, pp=2)),
+        ("qwen2_mtp", "local", Topology(tp=8, etp=8)),  # a query group for two ranks
+        ("glm4_moe", "te", Topology(tp=8, etp=2, ep=2)),
     ]
 
 

@@ -43,7 +43,7 @@ def one_byte(data: Draw, tensors: Tensors) -> None:
 
 
 def two_rows(data: Draw, tensors: Tensors) -> None:
-    name = pick(data, tensors, lambda tensor: tensor.dim() > 1)
+    name = pick(data, tensors, lambda tensor: tensor.dim() > 1 and true_rows(tensor) > 1)
     tensor = tensors[name]
     a, b = data.draw(st.lists(st.integers(0, true_rows(tensor) - 1), min_size=2, max_size=2, unique=True))
     assume(not torch.equal(bits(tensor)[a], bits(tensor)[b]))
