@@ -267,8 +267,7 @@ def _groups(tp: int, groups: int, facts: Mapping[str, Any]) -> Iterator[str]:
     ranks = tp // groups
     if groups % tp and tp % groups:
         yield f"number of query groups {groups} cannot be cut into TP {tp}, nor the other way round"
-    elif ranks > 1:
-        queries = facts["heads"] // groups * facts["head_dim"] * (2 if facts.get("output_gate") else 1)
-        rows = queries + facts["head_dim"] + (facts.get("value_dim") or facts["head_dim"])
+    elif ranks > 1:  # the queries of a group can be cut if all heads can
+        rows = facts["head_dim"] + (facts.get("value_dim") or facts["head_dim"])
         if rows % ranks:
-            yield f"{rows} rows of a query group cannot be cut into {ranks} ranks of TP {tp}"
+            yield f"{rows} rows of a query group's key and value cannot be cut into {ranks} ranks of TP {tp}"
