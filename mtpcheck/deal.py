@@ -36,7 +36,7 @@ class Dealer:
     padded_vocab: int
 
     def __post_init__(self) -> None:
-        if reasons := list(indivisible(self.topology, self.tensor_map.facts, self.padded_vocab)):
+        if reasons := list(indivisible(self.topology, self.tensor_map.facts, self.padded_vocab, self.form.mcore)):
             raise UnsupportedError(f"{self.topology}: " + "; ".join(reasons))
         self.topology.ranks()
         self.stages()

@@ -236,8 +236,8 @@ def parse_layout(text: str) -> list[str]:
     return flat.split("|")
 
 
-def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int) -> Iterator[str]:
-    """Why tensors of a model cannot be cut to these sizes, in words; nothing if they can."""
+def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int, mcore: str) -> Iterator[str]:
+    """Why tensors of a model cannot be cut to these sizes for megatron-core ``mcore``; nothing if they can."""
     tensor = {"hidden size": "hidden", "number of attention heads": "heads", "feed-forward size": "ffn"}
     if facts.get("linear_layers"):
         tensor |= {f"number of {what} heads of linear attention": f"linear_{what}_heads" for what in ("key", "value")}
@@ -258,12 +258,13 @@ def indivisible(topology: Topology, facts: Mapping[str, Any], padded_vocab: int)
         if size % parts:
             yield f"{what} {size} cannot be cut into {name} {parts}"
     for fact in () if facts.get("mla") else ("groups", "window_groups"):
-        yield from _groups(topology.tp, facts.get(fact) or topology.tp, facts)
+        yield from _groups(topology.tp, facts.get(fact) or topology.tp, facts, mcore)
 
 
-def _groups(tp: int, groups: int, facts: Mapping[str, Any]) -> Iterator[str]:
+def _groups(tp: int, groups: int, facts: Mapping[str, Any], mcore: str) -> Iterator[str]:
     """Why queries, keys and values, joined group by group, cannot be cut. A group may go to several ranks: each has an
-    even share of the rows, and gathers the others' results (attention.py of megatron-core 0.16.1)."""
+    even share of the rows, and gathers the others' results. 0.16.1 then takes its part of the queries, and leaves their
+    gates as they are, which do not fit; 0.19.2 takes its part of both (attention.py of megatron-core)."""
     ranks = tp // groups
     if groups % tp and tp % groups:
         yield f"number of query groups {groups} cannot be cut into TP {tp}, nor the other way round"
@@ -271,3 +272,5 @@ def _groups(tp: int, groups: int, facts: Mapping[str, Any]) -> Iterator[str]:
         rows = facts["head_dim"] + (facts.get("value_dim") or facts["head_dim"])
         if rows % ranks:
             yield f"{rows} rows of a query group's key and value cannot be cut into {ranks} ranks of TP {tp}"
+        if facts.get("output_gate") and mcore == "0.16":
+            yield f"megatron-core 0.16 cannot run gates of a query group on {ranks} ranks of TP {tp}; --mcore 0.19 can"
